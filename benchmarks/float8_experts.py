@@ -94,16 +94,11 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
     rows, row_weights, w1, w2, ends, grad = operands(case)
     num_rows, hidden, n = case.rows, case.hidden, w1.shape[1]
     of_w1, of_w2 = float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
-    pair, columns = float8_gemm.quantize_both(rows, ends)
+    pair = float8_gemm.quantize_rows(rows, ends)
     first = grouped_gemm.linear(rows, w1, ends)
     second = grouped_gemm.activate(first, row_weights, ends, SWIGLU)
     activated, first_pair = float8_gemm.quantize_rows(second, ends), float8_gemm.quantize_rows(first, ends)
-    first_columns = float8_gemm.quantize_columns(first_pair, ends)
-    sums = torch.zeros_like(w1, dtype=torch.float32)
     flop = 2 * num_rows * n * hidden
-
-    def outer(accumulate_in: torch.Tensor) -> None:
-        float8_gemm.linear_grad_weights([(first_columns, columns, ends)], accumulate_in, accumulate=True)
 
     gemm, half = dict.fromkeys(("float8", "bfloat16"), flop), dict.fromkeys(("float8", "bfloat16"), flop / 2)
     entries = num_rows * hidden
@@ -130,13 +125,6 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
                 "bfloat16": lambda: grouped_gemm.linear_grad_rows(first, w1, ends),
             },
         ),
-        "w1, grad of weights +=": (
-            gemm,
-            {
-                "float8": lambda: outer(sums),
-                "bfloat16": lambda: grouped_gemm.linear_grad_weights(first, rows, ends, sums, accumulate=True),
-            },
-        ),
         "activate": (
             {"float8": 2.5 * wide, "bfloat16": 3 * wide},
             {
@@ -144,15 +132,8 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
                 "bfloat16": lambda: grouped_gemm.activate(first, row_weights, ends, SWIGLU),
             },
         ),
-        "activate_grad": (
-            {"float8": 5.5 * wide, "bfloat16": 5 * wide},
-            {
-                "float8": lambda: float8_gemm.activate_grad(second, first, row_weights, ends, SWIGLU),
-                "bfloat16": lambda: grouped_gemm.activate_grad(second, first, row_weights, ends, SWIGLU),
-            },
-        ),
-        "quantize_both": ({"float8": 4 * entries}, {"float8": lambda: float8_gemm.quantize_both(grad, ends)}),
-        "quantize_columns": ({"float8": 2 * entries}, {"float8": lambda: float8_gemm.quantize_columns(pair, ends)}),
+        "quantize_rows": ({"float8": 3 * entries}, {"float8": lambda: float8_gemm.quantize_rows(grad, ends)}),
+        "dequantize_rows": ({"float8": 3 * entries}, {"float8": lambda: float8_gemm.dequantize_rows(pair, ends)}),
         "quantize_weights": ({"float8": 4 * w1.numel()}, {"float8": lambda: float8_gemm.quantize_weights(w1)}),
     }
 

@@ -1,33 +1,36 @@
-"""The Triton kernels of float8_gemm's GEMMs: grouped_gemm_kernels', with a scale for each step of a sum."""
+"""The Triton kernels of float8_gemm: that of grouped_gemm_kernels with a scale for each step of the sum, and those that
+quantise, alone or after an activation, by tiles whose columns are a block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_dispatcher.moe.float8_gemm import ColumnSet
+from ep_dispatcher.float8 import QuantizedRows
+from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
 from ep_dispatcher.moe.grouped_gemm import Matrices
 from ep_dispatcher.moe.grouped_gemm_kernels import (
     Tile,
+    activation_settings,
+    activation_value,
     are_aligned,
     described,
     find_tile,
+    linear_value,
     matrix_addresses,
     num_tiles,
     place_tile,
-    store_tile,
 )
 
 BLOCK: tl.constexpr = tl.constexpr(128)  # entries that share a scale, and a step of each sum
 # Not tuned yet.
 TILE, SMALL_TILE = Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)
 FEW_ROWS = 64  # per expert: for the small tile
-OUTER_TILE = Tile(128, 128, 128, 8, 4, down=1024)
+TILE_ROWS = 32  # of what quantises
 
 
 def multiply(
@@ -132,143 +135,134 @@ def _multiply(
     tl.store(to, total.to(out.dtype.element_ty), inside_m[:, None] & inside_n[None, :])
 
 
-def outer_products(sets: Sequence[ColumnSet], out: Matrices, *, accumulate: bool) -> None:
-    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e in all sets, or that is added."""
-    n, k = out[0].shape
-    experts, device, tile = len(out), sets[0][2].device, OUTER_TILE
-    sets = [one for one in sets if len(one[0].scales)]
-    if not sets:
-        if not accumulate:
-            torch._foreach_zero_(list(out))
-        return
-    _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
-        *_described(sets[0], tile),
-        *(_described(sets[1], tile) if len(sets) > 1 else [None] * 5),
-        out[0],
-        matrix_addresses(out, device),
+@triton.jit
+def _scale_of(amax):
+    """The least power of two by which amax is at most 448, not below 2^-126, and its inverse. Bit by bit float8_gemm's.
+
+    448 is 1.75 * 2^8, so a larger mantissa than 0x600000 carries into the exponent.
+    """
+    bits = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - 0x04000000
+    bits = tl.maximum(bits, 0x00800000)
+    scale = bits.to(tl.float32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    return tl.where(amax < float("inf"), scale, amax), inverse
+
+
+@triton.jit
+def _write_rows(x, row, inside_m, number, columns, to, scales):
+    """Quantise the columns of rows in a block, by 1 x 128. What is outside is 0."""
+    column = number * BLOCK + tl.arange(0, BLOCK)
+    scale, inverse = _scale_of(tl.max(tl.abs(x), 1))
+    at = to + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, (x * inverse[:, None]).to(to.dtype.element_ty), inside_m[:, None] & (column < columns)[None, :])
+    tl.store(scales + row.to(tl.int64) * tl.cdiv(columns, BLOCK) + number, scale, inside_m)
+
+
+def quantize_weights(weights: Matrices, out: QuantizedMatrices) -> None:
+    experts, n, k = out.rows.shape  # type: ignore[union-attr]  # each field is one tensor
+    _quantize_weights[triton.cdiv(n, 128) * triton.cdiv(k, 128), experts](
+        weights[0],
+        matrix_addresses(weights, out.rows[0].device),
+        *out,
         n,
         k,
-        experts,
-        EXPERTS=triton.next_power_of_2(experts),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        DOWN=tile.down,
-        ACCUMULATE=accumulate,
-        ALIGNED=are_aligned(out),
-        MORE=len(sets) > 1,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        ALIGNED=are_aligned(weights),
+        num_warps=8,
     )
 
 
-def _described(one: ColumnSet, tile: Tile) -> list[object]:
-    """Return what `_outer_products` takes of a set of rows."""
-    (grad, grad_scales), (rows, row_scales), ends = one
-    return [
-        TensorDescriptor(grad, list(grad.shape), [grad.stride(0), 1], [tile.m, tile.k]),
-        grad_scales,
-        TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile.n, tile.k]),
-        row_scales,
-        ends,
-    ]
-
-
 @triton.jit
-def _blocks_of(expert, ends, experts, EXPERTS: tl.constexpr):
-    """The first block of an expert's rows, and the end of its blocks."""
-    e = tl.arange(0, EXPERTS)
-    end = tl.load(ends + e, e < experts, 0)
-    begin = tl.load(ends + e - 1, (e > 0) & (e < experts), 0)
-    upto = tl.cumsum(tl.where(e < experts, tl.cdiv(end - begin, BLOCK), 0))
-    return tl.sum(tl.where(e == expert - 1, upto, 0)), tl.sum(tl.where(e == expert, upto, 0))
+def _quantize_weights(weights, addresses, rows, scales, transposed, transposed_scales, n, k, ALIGNED: tl.constexpr):
+    n_blocks, k_blocks = tl.cdiv(n, BLOCK), tl.cdiv(k, BLOCK)
+    i, j = tl.program_id(0) // k_blocks, tl.program_id(0) % k_blocks
+    expert = tl.program_id(1).to(tl.int64)
+    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < n)[:, None] & (column < k)[None, :]
+    weight = tl.load(addresses + expert).to(weights.dtype)
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+    x = tl.load(weight + row.to(tl.int64)[:, None] * k + column[None, :], inside, 0).to(tl.float32)
+    scale, inverse = _scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
+    x = (x * inverse).to(rows.dtype.element_ty)
+    tl.store(rows + expert * n * k + row.to(tl.int64)[:, None] * k + column[None, :], x, inside)
+    tl.store(transposed + expert * n * k + column.to(tl.int64)[None, :] * n + row[:, None], x, inside)
+    tl.store(scales + expert * n_blocks * k_blocks + i * k_blocks + j, scale)
+    tl.store(transposed_scales + expert * n_blocks * k_blocks + j * n_blocks + i, scale)
 
 
-@triton.jit
-def _add_products(
-    total,
-    grad,
-    grad_scales,
-    rows,
-    row_scales,
-    first,
-    last,
-    row,
-    column,
-    n,
-    k,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Add the outer products of the rows of some blocks in a tile at (row, column)."""
-    i, j = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    for block in range(first, last):
-        part = tl.dot(grad.load([row, block * BLOCK]), rows.load([column, block * BLOCK]).T)
-        grad_scale = tl.load(grad_scales + block * n + i, i < n, 0)
-        row_scale = tl.load(row_scales + block * k + j, j < k, 0)
-        total += part * (grad_scale[:, None] * row_scale[None, :])
-    return total
-
-
-# Without MORE there is no second set of rows: its arguments are constants, and the kernel has one loop.
-@triton.jit
-def _outer_products(
-    grad,
-    grad_scales,
-    rows,
-    row_scales,
-    ends,
-    more_grad,
-    more_grad_scales,
-    more_rows,
-    more_row_scales,
-    more_ends,
-    out,
-    addresses,
-    n,
-    k,
-    experts,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DOWN: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MORE: tl.constexpr,
-):
-    m_tiles, n_tiles = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
-    pid = tl.program_id(0)
-    expert, number = pid // (m_tiles * n_tiles), pid % (m_tiles * n_tiles)
-    first, last = _blocks_of(expert, ends, experts, EXPERTS)
-    count = last - first
-    if MORE:
-        more_first, more_last = _blocks_of(expert, more_ends, experts, EXPERTS)
-        count += more_last - more_first
-    if ACCUMULATE:
-        if count == 0:
-            return
-    i, j = place_tile(number, m_tiles, n_tiles, DOWN)
-    row, column = i * BLOCK_M, j * BLOCK_N
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    total = _add_products(total, grad, grad_scales, rows, row_scales, first, last, row, column, n, k, BLOCK_M, BLOCK_N)
-    if MORE:
-        total = _add_products(
-            total,
-            more_grad,
-            more_grad_scales,
-            more_rows,
-            more_row_scales,
-            more_first,
-            more_last,
-            row,
-            column,
-            n,
-            k,
-            BLOCK_M,
-            BLOCK_N,
+def quantize(rows: Tensor, ends: Tensor, out: QuantizedRows) -> None:
+    num_rows, columns = rows.shape
+    if num_rows:
+        _quantize[triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(columns, 128)](
+            rows, ends[-1:], *out, columns, TILE_ROWS=TILE_ROWS
         )
-    to = tl.load(addresses + expert).to(out.dtype)
-    if ALIGNED:  # else the compiler writes entry by entry
-        to = tl.multiple_of(to, 16)
-    store_tile(to, total, row, column, n, k, BLOCK_M, BLOCK_N, ACCUMULATE)
+
+
+@triton.jit
+def _quantize(x, last, rows, scales, columns, TILE_ROWS: tl.constexpr):
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside_m = row < tl.load(last)
+    inside = inside_m[:, None] & (column < columns)[None, :]
+    tile = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], inside, 0.0).to(tl.float32)
+    _write_rows(tile, row, inside_m, tl.program_id(1), columns, rows, scales)
+
+
+def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
+    num_rows, columns = rows.shape
+    if num_rows:
+        _dequantize[triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(columns, 128)](
+            rows, scales, ends[-1:], out, columns, TILE_ROWS=TILE_ROWS
+        )
+
+
+@triton.jit
+def _dequantize(rows, scales, last, out, columns, TILE_ROWS: tl.constexpr):
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside_m = row < tl.load(last)
+    inside = inside_m[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    scale = tl.load(scales + row.to(tl.int64) * tl.cdiv(columns, BLOCK) + tl.program_id(1), inside_m, 0)
+    tile = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale[:, None]
+    tl.store(out + at, tile.to(out.dtype.element_ty), inside)
+
+
+def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation, out: QuantizedRows) -> None:
+    num_rows, columns = out.rows.shape
+    if num_rows:
+        _activate[triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(columns, 128)](
+            hidden, row_weights, ends[-1:], *out, columns, **activation_settings(activation), TILE_ROWS=TILE_ROWS
+        )
+
+
+@triton.jit
+def _activate(
+    hidden,
+    row_weights,
+    last,
+    out,
+    scales,
+    columns,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside_m, inside_n = row < tl.load(last), column < columns
+    inside = inside_m[:, None] & inside_n[None, :]
+    at = hidden + row.to(tl.int64)[:, None] * columns * (2 if GATED else 1) + column[None, :]
+    value, _ = activation_value(tl.load(at, inside, 0).to(tl.float32), FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
+    if GATED:
+        up = tl.load(at + columns, inside, 0).to(tl.float32)
+        up, _ = linear_value(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+        value = value * up
+    value = value * tl.load(row_weights + row, inside_m, 0)[:, None]
+    _write_rows(value, row, inside_m, tl.program_id(1), columns, out, scales)

@@ -15,7 +15,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
-from ep_dispatcher.moe.float8_gemm import QuantizedColumns, QuantizedMatrices
+from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
 from ep_dispatcher.moe.grouped_gemm import Matrices
 
 
@@ -132,7 +132,7 @@ def grouped_mlp(
                     of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of the parameters, and
                     runs nothing for each of them. None: they get their gradients from autograd
     anchor          a tensor that autograd sees instead of the parameters: its gradient is what take_grads returns
-    float8          w1 and w2 quantised, whose values are used instead: all GEMMs are float8_gemm's. The backward reads
+    float8          w1 and w2 quantised, whose values are used instead by float8_gemm's GEMMs. The backward reads
                     them too. Rows are bfloat16, and quantised here, or a pair of ep.dispatch, whose anchor gets the
                     gradient of the dequantised rows. Results are bfloat16. On a GPU hidden and intermediate are
                     multiples of 16
@@ -142,9 +142,9 @@ def grouped_mlp(
     first set, then over those of the second. Gradients reach rows and row_weights too. There are no second derivatives.
     On a GPU the host waits for nothing.
 
-    With float8 rows, gradients of results and of hidden, and the activation are quantised, the latter two from float32.
-    The gradient of w1 is of the dequantised rows. For the backward the quantised rows and hidden are kept; the
-    activation never is.
+    With float8 rows, the activation (from float32), and gradients of results and of hidden are quantised. Gradients of
+    weights are of bfloat16: of those gradients, of the activation and of the dequantised rows. For the backward the
+    quantised rows and hidden are kept; the activation never is.
 
     Raises ValueError where the dtypes of rows and parameters differ, and for pairs without float8 or of another form.
     """
@@ -199,19 +199,10 @@ class Kept(NamedTuple):
 class RowGrads(NamedTuple):
     """Gradients in a backward pass, by row."""
 
-    grad_out: Any  # a tensor; with float8 and no b2 None
-    grad_hidden: Any  # a tensor; with float8 and no b1 None
+    grad_out: Tensor
+    grad_hidden: Tensor
     grad_row_weights: Tensor
     grad_rows: Tensor | None
-    float8: Float8Operands | None = None
-
-
-class Float8Operands(NamedTuple):
-    """What the gradients of float8 weights are products of, beside the rows."""
-
-    grad_out: QuantizedColumns
-    activated: QuantizedColumns
-    grad_hidden: QuantizedColumns
 
 
 def run_rows(
@@ -233,39 +224,18 @@ def run_rows(
 
 def grads_of_rows(grad_out: Tensor, kept: Kept, mlp: Mlp, parameters: Parameters, wants_rows: bool) -> RowGrads:
     """Return all gradients but those of the parameters."""
-    if mlp.float8 is not None:
-        return _float8_grads_of_rows(grad_out, kept, mlp, mlp.float8, parameters, wants_rows)
-    grad_activated = grouped_gemm.linear_grad_rows(grad_out, parameters.w2, kept.ends)
+
+    def through(grad: Tensor, number: int) -> Tensor:
+        """Return the gradient of the rows of a linear layer."""
+        if mlp.float8 is None:
+            return grouped_gemm.linear_grad_rows(grad, (parameters.w1, parameters.w2)[number], kept.ends)
+        pair = float8_gemm.quantize_rows(grad, kept.ends)
+        return float8_gemm.linear_grad_rows(pair, mlp.float8[number], kept.ends)
+
     grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
-        grad_activated, kept.hidden, kept.row_weights, kept.ends, mlp.activation, grad_out, parameters.b2
+        through(grad_out, 1), kept.hidden, kept.row_weights, kept.ends, mlp.activation, grad_out, parameters.b2
     )
-    grad_rows = grouped_gemm.linear_grad_rows(grad_hidden, parameters.w1, kept.ends) if wants_rows else None
-    return RowGrads(grad_out, grad_hidden, grad_row_weights, grad_rows)
-
-
-def _float8_grads_of_rows(
-    grad_out: Tensor, kept: Kept, mlp: Mlp, float8: Float8, parameters: Parameters, wants_rows: bool
-) -> RowGrads:
-    pair, grad_out_columns = float8_gemm.quantize_both(grad_out, kept.ends)
-    grad_activated = float8_gemm.linear_grad_rows(pair, float8[1], kept.ends)
-    of_hidden = float8_gemm.activate_grad(
-        grad_activated,
-        kept.hidden,
-        kept.row_weights,
-        kept.ends,
-        mlp.activation,
-        grad_out,
-        parameters.b2,
-        exact=parameters.b1 is not None,
-    )
-    grad_rows = float8_gemm.linear_grad_rows(of_hidden.pair, float8[0], kept.ends) if wants_rows else None
-    return RowGrads(
-        None if parameters.b2 is None else grad_out,
-        of_hidden.exact,
-        of_hidden.grad_row_weights,
-        grad_rows,
-        Float8Operands(grad_out_columns, of_hidden.activated, of_hidden.columns),
-    )
+    return RowGrads(grad_out, grad_hidden, grad_row_weights, through(grad_hidden, 0) if wants_rows else None)
 
 
 def write_grads(
@@ -278,33 +248,21 @@ def write_grads(
             return kept.activated
         return grouped_gemm.activate(kept.hidden, kept.row_weights, kept.ends, activation)
 
+    def rows(kept: Kept) -> Tensor:
+        return kept.rows if kept.scales is None else float8_gemm.dequantize_rows((kept.rows, kept.scales), kept.ends)
+
     def write(grad_weights: Matrices, all_rows: list[grouped_gemm.RowSet]) -> None:
         first, *more = all_rows
         grouped_gemm.linear_grad_weights(*first, grad_weights, accumulate=accumulate, more=more[0] if more else None)
 
-    if sets[0][1].float8 is None:
-        write(out.w2, [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets])
-        write(out.w1, [(grads.grad_hidden, kept.rows, kept.ends) for kept, grads in sets])
-    else:
-        _write_float8_grads(sets, out, accumulate)
+    write(out.w2, [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets])
+    write(out.w1, [(grads.grad_hidden, rows(kept), kept.ends) for kept, grads in sets])
     if out.b1 is not None:
         of_b1: list[grouped_gemm.BiasSet] = [(grads.grad_hidden, kept.ends, None) for kept, grads in sets]
         grouped_gemm.linear_grad_bias(of_b1, out.b1, accumulate=accumulate)
     if out.b2 is not None:
         of_b2: list[grouped_gemm.BiasSet] = [(grads.grad_out, kept.ends, kept.row_weights) for kept, grads in sets]
         grouped_gemm.linear_grad_bias(of_b2, out.b2, accumulate=accumulate)
-
-
-def _write_float8_grads(sets: Sequence[tuple[Kept, RowGrads]], out: Parameters, accumulate: bool) -> None:
-    """Write the gradients of w1 and w2 alone."""
-    of_w2, of_w1 = list[float8_gemm.ColumnSet](), list[float8_gemm.ColumnSet]()
-    for kept, grads in sets:
-        assert grads.float8 is not None and kept.scales is not None  # as of the first set
-        rows = float8_gemm.quantize_columns((kept.rows, kept.scales), kept.ends)
-        of_w2.append((grads.float8.grad_out, grads.float8.activated, kept.ends))
-        of_w1.append((grads.float8.grad_hidden, rows, kept.ends))
-    float8_gemm.linear_grad_weights(of_w2, out.w2, accumulate=accumulate)
-    float8_gemm.linear_grad_weights(of_w1, out.w1, accumulate=accumulate)
 
 
 _PER_SET = 5  # tensors that a set is given: rows, row_weights, ends, float8 rows and their scales
