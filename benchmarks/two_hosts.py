@@ -1,0 +1,56 @@
+"""python benchmarks/two_hosts.py: times the CPU engine and the all-to-all between two hosts of this machine, by rate.
+
+The hosts are namespaces (tests/two_hosts.py: needs root and iproute2), with one rank each. At every rate one run of
+``ep_dispatcher.bench`` has both sides. The JSON has its figures, and how busy the machine was before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from two_hosts import Hosts  # noqa: E402
+
+COMMAND = (
+    "EP_DISPATCHER_ENGINE=cpu GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 1 "
+    "--master-addr host0 --master-port 29500 -m ep_dispatcher.bench --engine cpu --tokens {tokens} --hidden {hidden} "
+    "--iters {iters} --out {out}"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="default: 1gbit 10gbit")
+    parser.add_argument("--tokens", type=int, default=1024, help="per rank; default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--iters", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each rate; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/two-hosts-cpu.json")
+    args = parser.parse_args()
+    report: dict = {"rates": {}}
+    for rate in args.rates:
+        load = os.getloadavg()[0]
+        with tempfile.TemporaryDirectory() as out, Hosts(2, rate=rate) as hosts:
+            command = COMMAND.format(out=out, tokens=args.tokens, hidden=args.hidden, iters=args.iters)
+            ends = hosts.run_all(command, timeout_s=args.timeout)
+            if any(code for code, _ in ends):
+                print(*(output for _, output in ends), sep="\n", file=sys.stderr)
+                return 1
+            (path,) = Path(out).glob("*.json")
+            run = json.loads(path.read_text())
+        report |= {"shape": run["case"], "machine": run["machine"], "wire_bytes": run["wire_bytes"]}
+        report["rates"][rate] = {"load_before": load, "operations": run["operations"]}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{rate}:\n{ends[0][1]}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
