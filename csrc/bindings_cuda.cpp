@@ -2,11 +2,13 @@
 // both, so all types are local to their module. A stream is passed as an integer, PyTorch's cuda_stream.
 #include <atomic>
 #include <iterator>
+#include <memory>
 
 #include "bindings.h"
 #include "cuda/device/check.h"
 #include "cuda/engine.h"
 #include "cuda/moe/routing.h"
+#include "cuda/nccl.h"
 #ifdef EP_WIRE_NVSHMEM
 #include "nvshmem/world.h"
 #define EP_MODULE _C_nvshmem
@@ -146,8 +148,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
                          pointer<const int64_t>(topk_idx), pointer<const float>(grad_weights),
                          pointer<void>(grad_probs), pointer<CUstream_st>(stream));
         });
-#ifdef EP_WIRE_NVSHMEM
   const py::call_guard<py::gil_scoped_release> others_run;
+#ifdef EP_WIRE_NVSHMEM
   m.def("is_running", &ep::nvshmem::is_running);
   m.def("make_id", [] { return py::bytes(ep::nvshmem::make_id()); });
   m.def("start", &ep::nvshmem::start, others_run);
@@ -159,6 +161,15 @@ PYBIND11_MODULE(EP_MODULE, m) {
   });
   m.def("quiet", &ep::nvshmem::quiet, others_run);
 #endif
+
+  py::class_<NcclComm, std::shared_ptr<NcclComm>>(m, "NcclComm", py::module_local())
+      .def(py::init([](const std::string& id, int rank, int num_ranks, int max_ctas) {
+             return std::make_shared<NcclComm>(id, rank, num_ranks, max_ctas);
+           }),
+           others_run)
+      .def_static("make_id", [] { return py::bytes(NcclComm::make_id()); })
+      .def_static("version", &NcclComm::version)
+      .def("free", &NcclComm::free, others_run);
 
   py::class_<Engine>(m, "Engine", py::module_local())
       .def(py::init([](const Config& config, const std::vector<Address>& regions, const std::vector<Address>& rail,
@@ -185,6 +196,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
                                 {where.first, where.second}},
                                pointer<CUstream_st>(stream));
            })
+      .def("send_by", &Engine::send_by)
+      .def("has_captured_messages", &Engine::has_captured_messages)
       .def("pace_wire", &Engine::pace_wire)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })

@@ -24,6 +24,7 @@ from ep_dispatcher.engines import EngineConfig
 from ep_dispatcher.errors import DisagreementError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS
 from ep_dispatcher.plain import writable
 from ep_dispatcher.topology import Topology, host_id, registered_group
 
@@ -81,6 +82,8 @@ class Buffer:
                          limits: the shortest ends the wait of all
     num_sms              the most multiprocessors the CUDA engine uses at a time; None: 24. The CPU engine ignores
                          it
+    nccl_sms             the most multiprocessors that NCCL uses beside num_sms, with the NCCL wire between nodes; None:
+                         4. The same on all ranks
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
                          its memory through NVIDIA's package cuda-bindings instead of PyTorch's symmetric memory. Not
                          possible with the NVSHMEM wire between hosts
@@ -114,6 +117,7 @@ class Buffer:
         ranks_per_node: int | None = None,
         timeout_s: float | None = None,
         num_sms: int | None = None,
+        nccl_sms: int | None = None,
         suspendable: bool = False,
         mask_late_ranks: bool = False,
     ):
@@ -136,6 +140,7 @@ class Buffer:
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
             num_sms=num_sms,
+            nccl_sms=nccl_sms,
             suspendable=suspendable,
             mask_late_ranks=mask_late_ranks,
         )
@@ -163,6 +168,7 @@ class Buffer:
                     **sizes,
                     timeout_s=mine["timeout_s"],
                     num_sms=mine["num_sms"],
+                    nccl_sms=mine["same"]["nccl_sms"],
                     suspendable=mine["same"]["suspendable"],
                     mask_late_ranks=mine["same"]["mask_late_ranks"],
                     store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
@@ -618,6 +624,7 @@ def _own_config(
     ranks_per_node: int | None,
     timeout_s: float | None,
     num_sms: int | None,
+    nccl_sms: int | None,
     suspendable: bool,
     mask_late_ranks: bool,
     **sizes: Any,
@@ -634,6 +641,7 @@ def _own_config(
         engine=name,
         ranks_per_node=per_node,
         wire=envs.wire().removesuffix("-puts"),  # some ranks may only put
+        nccl_sms=DEFAULT_NCCL_SMS if nccl_sms is None else checks.integer("nccl_sms", nccl_sms, 1, MAX_NCCL_SMS),
         suspendable=checks.boolean("suspendable", suspendable),
         mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
         version=__version__,

@@ -20,6 +20,7 @@ MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
 MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to fit too
 # Enough for NVLink on 4 H200. More make a combine faster, but take as many from the kernels beside it.
 DEFAULT_SMS = 24
+DEFAULT_NCCL_SMS, MAX_NCCL_SMS = 4, 32  # of NCCL, for the NCCL wire; enough for a network card of 400 Gb/s
 
 # Between nodes each rank of the node has slots for the partial sums of so many tokens at a time, of all rail peers
 # together. So slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is

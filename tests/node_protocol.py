@@ -103,7 +103,10 @@ class Protocol:
         self.behind, self.early = [min(chunks, number) for number in behind], early
         self.events: list[Event] = []
         for epoch, rank in product(range(1, len(programs[0]) + 1), self.ranks):
-            Operation(self, rank, epoch)
+            self.make_operation(rank, epoch)
+
+    def make_operation(self, rank: Rank, epoch: int) -> None:
+        Operation(self, rank, epoch)
 
     def kind(self, rank: Rank, epoch: int) -> str:
         """Return what all compare: two launches look like one to the peers."""
@@ -122,6 +125,8 @@ class Protocol:
 
 class Operation:
     """The agents of one operation on one rank."""
+
+    all_cross = False  # whether everything crosses with any plan: messages of the NCCL wire do
 
     def __init__(self, protocol: Protocol, rank: Rank, epoch: int):
         self.protocol, self.me, self.epoch = protocol, rank, epoch
@@ -260,19 +265,25 @@ class Operation:
             return
         if self.keeps(CONSUMED_BEFORE_INBOX):
             self.wait_for_consumed(agent)
-        agent.signal(("inbox_free", (node, self.local), self.node), self.epoch)
+        self.raise_on_wire(agent, ("inbox_free", (node, self.local), self.node))
 
     def send_call(self, agent: Agent, node: int) -> None:
         agent.wait(("called", self.me, self.me), self.epoch)
         peer = (node, self.local)
         for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
-            agent.put(there, here, self.epoch)
+            self.put(agent, there, here, self.epoch)
         self.signal(agent, ("call_arrived", peer, self.node))
 
     def signal(self, agent: Agent, flag: Place) -> None:
         if self.keeps(FENCE):
             agent.fence()
+        self.raise_on_wire(agent, flag)
+
+    def raise_on_wire(self, agent: Agent, flag: Place) -> None:
         agent.signal(flag, self.epoch)
+
+    def put(self, agent: Agent, there: Place, here: Place, content: int, *, may_be_late: bool = False) -> None:
+        agent.put(there, here, content, may_be_late=may_be_late)
 
     def relay_call(self, agent: Agent, node: int) -> None:
         source = (node, self.local)
@@ -381,7 +392,7 @@ class Operation:
 
     def may_send(self, agent: Agent) -> bool:
         """Return whether rows cross: also those of a new plan that turns out to be unusable."""
-        if not (self.is_new or self.usable):
+        if not (self.is_new or self.usable or self.all_cross):
             return False
         return self.early or not self.keeps(AGREE_BEFORE_ROWS) or self.agree(agent)
 
@@ -405,8 +416,10 @@ class Operation:
         if usable:
             agent.read(self.call_cells(self.me, self.me)[1], self.epoch)
             for receiver in self.protocol.locals:
-                agent.put(("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch)
-            agent.put(("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
+                self.put(
+                    agent, ("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch
+                )
+            self.put(agent, ("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
         if usable or self.keeps(EMPTY_ITEMS):
             self.signal(agent, ("items_arrived", peer, self.node))
 
@@ -415,13 +428,13 @@ class Operation:
             return
         peer = (node, self.local)
         agent.wait(("staged", self.me, self.me, chunk), self.epoch)
-        if self.early and self.keeps(INBOX_FREE):
+        if self.early and self.keeps(INBOX_FREE) and not self.all_cross:
             agent.wait(("inbox_free", self.me, node), self.epoch)
         if self.is_new and not self.early:  # early rows look at the choices of experts, which the caller owns
             agent.read(("sent_nodes", self.me), self.epoch)
         if any(receiver[0] == node for receiver in self.routing[self.me, chunk]):
             there, here = (("staging", rank, self.node, chunk) for rank in (peer, self.me))
-            agent.put(there, here, self.epoch, may_be_late=self.early and not self.agrees)
+            self.put(agent, there, here, self.epoch, may_be_late=self.early and not self.agrees)
         self.signal(agent, ("rows_arrived", peer, self.node, chunk))
 
     def relay_items(self, agent: Agent, node: int) -> None:
@@ -432,7 +445,7 @@ class Operation:
         self.raise_at_neighbours(agent, "listed", (node, self.local))
 
     def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
-        if not self.agree(agent) or not (self.is_new or self.usable):
+        if not self.agree(agent) or not (self.is_new or self.usable or self.all_cross):
             return
         if self.is_new:
             if self.keeps(HEAD):
@@ -515,18 +528,18 @@ class Operation:
 
     def send_combine_weights(self, agent: Agent, node: int) -> None:
         agrees = not self.keeps(AGREE_BEFORE_COMBINE_WEIGHTS) or self.agree(agent)
-        if not agrees or not self.usable:
+        if not agrees or not (self.usable or self.all_cross):
             return
         peer = (node, self.local)
         for chunk in self.chunks:
             for there, here in zip(
                 self.combine_weights(peer, self.node, chunk), self.combine_weights(self.me, self.node, chunk)
             ):
-                agent.put(there, here, self.epoch)
+                self.put(agent, there, here, self.epoch)
         self.signal(agent, ("rows_arrived", peer, self.node, 0))
 
     def relay_combine_weights(self, agent: Agent, node: int) -> None:
-        if not self.agree(agent) or not self.usable:
+        if not self.agree(agent) or not (self.usable or self.all_cross):
             return
         if self.keeps(RELAY_COMBINE_WEIGHTS):
             agent.wait(("rows_arrived", self.me, node, 0), self.epoch)
@@ -611,24 +624,24 @@ class Operation:
             self.raise_at_neighbours(agent, "freed", self.local, chunk)
 
     def send_sums(self, agent: Agent, node: int, chunk: int) -> None:
-        if (self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent)) or not self.usable:
+        if (self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent)) or not (self.usable or self.all_cross):
             return
         owner = (node, self.local)
         mine = [k for k, receiver in enumerate(self.receivers(owner, chunk)) if receiver in self.neighbours]
-        if self.keeps(SUMMED):
+        if self.keeps(SUMMED) and self.usable:
             agent.wait(("summed", self.me, node, chunk), self.epoch)
         self.read_call(agent, node)
         if mine and not self.protocol.direct:
-            agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.sum)
+            self.put(agent, ("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.sum)
         for k in mine if not self.has_combine_weights else ():
             here = ("weights", self.me, node, k, chunk)
-            agent.put(("rail weights", owner, self.node, k, chunk), here, self.epoch)
+            self.put(agent, ("rail weights", owner, self.node, k, chunk), here, self.epoch)
         if mine or self.keeps(EMPTY_SUMS):
             self.signal(agent, ("sums_arrived", owner, self.node, chunk))
 
     def relay_sums(self, agent: Agent, node: int) -> None:
         """Wait for all sums of a node, needed or not, and hand them to my other agents."""
-        if not self.agree(agent) or not self.usable:
+        if not self.agree(agent) or not (self.usable or self.all_cross):
             return
         for chunk in self.chunks:
             if self.keeps(RELAY_SUMS):

@@ -457,7 +457,7 @@ def test_all_ranks_learn_at_once_what_one_is_refused(rank, argument, options, sw
     if rank != 1:
         options, switches, num_sms = {}, {}, 132
 
-    def choose_memory(config):
+    def choose_memory(config, wire):
         raise AssertionError("this rank waits for the others to allocate")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -182,6 +182,6 @@ def test_limits_are_those_of_the_cuda_engine(argument, most, wrong):
 
     def check() -> None:
         memory.check_cuda_sizes(topology, sizes["num_experts"], sizes["max_tokens"])
-        cuda._rail_sms(topology, sizes["num_sms"])
+        cuda._rail_sms(topology, sizes["num_sms"], "peer")
 
     assert most in assert_refused(argument, check).partition("allowed: at ")[2]

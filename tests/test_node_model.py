@@ -15,6 +15,7 @@ has aborts.
 import random
 from itertools import product
 
+import node_messages as messages
 import node_protocol as protocol
 import pytest
 from conftest import exhaustive
@@ -292,6 +293,57 @@ def test_each_rule_is_needed(rule):
 
 def test_rules_that_agreement_covers():
     assert not faults_without(*COVERED)
+
+
+def over_messages(shape: tuple[int, int, int], program, **options) -> Protocol:
+    nodes, ranks, chunks = shape
+    return messages.MessageProtocol(nodes, ranks, list(program), routings(*shape), chunks=chunks, **options)
+
+
+@pytest.mark.parametrize("blocks", BOTH)
+@pytest.mark.parametrize(
+    "shape,length", [((2, 1, 3), 2), ((2, 2, 2), 2), ((3, 1, 2), 2), exhaustive((2, 2, 2), 3), exhaustive((3, 2, 2), 2)]
+)
+def test_no_order_goes_wrong_over_messages(shape, length, blocks):
+    for program in product((*OPERATIONS, FACTORED), repeat=length):
+        for unusable in ((), (1,)):
+            assert_no_fault(over_messages(shape, program, blocks=blocks, unusable=unusable, early=MIXED))
+
+
+NEEDED_BY_MESSAGES = {
+    messages.READY: {f"stale {cell}" for cell in ("call", "counts", "items_out", "table_out", "staging", "weights")},
+    messages.MOVED: {
+        *("early begun", "falling moved", "stale items_out", "stale table_out"),
+        *(
+            f"{what} {cell}"
+            for what in ("late", "stale")
+            for cell in ("call", "counts", "items", "table_in", "staging", "sums", "weights", "rail weights")
+        ),
+    },
+    protocol.RELAY_CALLS: {"early begun", "stale call", "stale counts"},
+    protocol.RELAY_ITEMS: {"stale items", "stale table_in"},
+    protocol.RELAY_ROWS: {"late staging", "stale staging"},
+    protocol.RELAY_SUMS: {"late rail weights", "late sums", "stale rail weights", "stale sums"},
+    protocol.RELAY_COMBINE_WEIGHTS: {"stale weights"},
+    protocol.AWAIT_UNUSED_ROWS: {"late staging", "stale staging"},
+    protocol.SUMMED: {"stale staging", "stale weights"},
+    protocol.LISTED_BEFORE_ITEMS: {"stale counts", "stale head", "stale items_out", "stale table_out"},
+    # A rank receives when its own part is ready: that is behind `consumed`, and needs no flag of the peer.
+    protocol.INBOX_FREE: set(),
+    protocol.CONSUMED_BEFORE_INBOX: set(),
+}
+
+
+@pytest.mark.parametrize("rule", NEEDED_BY_MESSAGES)
+def test_each_rule_is_needed_by_messages(rule):
+    programs = [DISPATCH, COMBINE, DISPATCH, COMBINE], [COUNTED, CACHED, CACHED], [FACTORED, HOOKED, FACTORED]
+    models = [
+        over_messages((2, 2, 2), program, blocks=blocks, unusable=unusable, without=[rule])
+        for program in programs
+        for blocks in BOTH
+        for unusable in ((), (1, 2))
+    ]
+    assert set().union(*(check_order(model.events).faults for model in models)) == NEEDED_BY_MESSAGES[rule]
 
 
 def falls(findings) -> bool:

@@ -187,6 +187,9 @@ def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
         ("nvshmem", 1, 1, True, "SuspendableRegions"),
         ("nvshmem", 1, 2, True, None),
         ("auto", 2, 2, True, None),
+        ("nccl", 2, 2, False, "PeerRegions"),
+        ("nccl", 1, 2, True, "SuspendableRegions"),
+        ("nccl", 1, 1, False, "PeerRegions"),
     ],
 )
 def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts, num_nodes, suspendable, chosen):
@@ -196,18 +199,22 @@ def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     gathered: list[str] = []
     config = SimpleNamespace(
-        topology=SimpleNamespace(num_nodes=num_nodes),
+        topology=Topology(0, tuple((2 * n, 2 * n + 1) for n in range(num_nodes))),
         hosts=tuple(f"host {i}" for i in range(num_hosts)),
         suspendable=suspendable,
         gather=lambda phase, produce: gathered.append(phase),
     )
     if chosen is None:
         with pytest.raises(ValueError, match="^suspendable: given True, with the NVSHMEM wire"):
-            regions.regions_of(config)
+            regions.regions_of(config, regions.wire_of(config))
         assert not gathered, "all ranks see it by themselves"
     else:
-        made = regions.regions_of(config)
+        made = regions.regions_of(config, regions.wire_of(config))
         assert type(made).__name__ == chosen
+        if chosen != "NvshmemRegions":
+            is_nccl = wire == "nccl" and num_nodes > 1
+            assert made.wire == ("NCCL" if is_nccl else "peer")
+            assert made._members == ((0, 1) if is_nccl else tuple(range(2 * num_nodes)))
         assert getattr(made, "_only_puts", False) == (chosen == "NvshmemRegions" and wire == "nvshmem-puts")
         steps = {"PeerRegions": [], "SuspendableRegions": ["cuda-bindings"], "NvshmemRegions": ["NVSHMEM's module"]}
         assert gathered == steps[chosen]

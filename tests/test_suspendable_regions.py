@@ -31,11 +31,11 @@ def ranks():
         yield pool
 
 
-def config_of_ranks(gather: Gather, buffer_id: int = 7) -> SimpleNamespace:
+def config_of_ranks(gather: Gather, buffer_id: int = 7, ranks_per_node: int | None = None) -> SimpleNamespace:
     """What regions read of an EngineConfig."""
     hosts = ("host",) * dist.get_world_size()
     return SimpleNamespace(
-        topology=Topology.make(dist.get_rank(), hosts, None),
+        topology=Topology.make(dist.get_rank(), hosts, ranks_per_node),
         hosts=hosts,
         suspendable=True,
         buffer_id=buffer_id,
@@ -160,7 +160,7 @@ def where_a_rank_lacks_the_package_all_say_what_to_install(rank: int) -> None:
             sys.modules["cuda.bindings"] = None
             device_memory._driver.cache_clear()
         with pytest.raises(ValueError) as caught, Gather(dist.group.WORLD, LIMIT_S) as gather:
-            regions.regions_of(config_of_ranks(gather))
+            regions.regions_of(config_of_ranks(gather), "peer")
         text = str(caught.value)
         assert text.startswith("suspendable: given True, ") and "pip install 'cuda-bindings==12.*'" in text
         assert text.endswith("(on rank 1)") == (len(lacking) == 1)
@@ -169,13 +169,13 @@ def where_a_rank_lacks_the_package_all_say_what_to_install(rank: int) -> None:
 # ---- regions ---------------------------------------------------------------------------------------------------------
 
 
-def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7):
+def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7, wire: str = "peer", ranks_per_node=None):
     """Regions as CudaEngine makes them."""
     from ep_dispatcher.engines.cuda import regions
 
     regions._tensor_at = lambda address, num_bytes, device: None
     with Gather(dist.group.WORLD, LIMIT_S) as gather:
-        made = regions.regions_of(config_of_ranks(gather, buffer_id))
+        made = regions.regions_of(config_of_ranks(gather, buffer_id, ranks_per_node), wire)
         assert type(made) is regions.SuspendableRegions
         made.prepare(num_bytes, flag_bytes)
         gather("memory", made.allocate)
@@ -235,6 +235,35 @@ def suspend_and_resume(rank: int, num_bytes: int, flag_bytes: int, pages: tuple[
 )
 def test_regions_keep_their_flags_and_addresses(ranks, num_bytes, flag_bytes, pages):
     ranks.run(suspend_and_resume, num_bytes, flag_bytes, pages)
+
+
+def nodes_share_nothing(rank: int) -> None:
+    """With the NCCL wire a rank maps the regions of its node alone, also again after a suspend."""
+    driver = driver_model.install()
+    made = make(3 * PAGE, 8, wire="nccl", ranks_per_node=2)
+    node = [2 * (rank // 2), 2 * (rank // 2) + 1]
+    assert [r for r, address in enumerate(made.addresses) if address] == node
+    assert [bool(address) for address in made.rail] == [n == rank // 2 for n in range(2)]
+    for turn in range(3):
+        for other in node:
+            at(made.addresses[other] + PAGE + rank, 1)[0] = 10 * turn + rank
+        dist.barrier()
+        for other in node:
+            assert [at(made.addresses[other] + PAGE + r, 1)[0] for r in node] == [10 * turn + r for r in node]
+        dist.barrier()
+        made.give_back()
+        made.take()
+        dist.barrier()
+        made.attach_again()
+        dist.barrier()
+    made.free(is_sound=True)
+    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+
+
+@needs_module
+def test_nodes_share_nothing():
+    with RankPool(4, timeout_s=60) as pool:
+        pool.run(nodes_share_nothing)
 
 
 def where_a_rank_finds_no_memory_all_can_try_again(rank: int) -> None:

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <thread>
 
+#include "cuda/rail/messages.h"
+
 namespace ep::cuda {
 
 size_t state_bytes(const Config& config, int num_sms) {
@@ -55,14 +57,24 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   context_.own = carve_region(of_region, config);
 }
 
+void Engine::send_by(std::shared_ptr<NcclComm> comm) {
+  messages_ = std::make_shared<Messages>(context_, std::move(comm));
+}
+
+bool Engine::has_captured_messages() const { return messages_ && messages_->has_captured(); }
+
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
   const bool extras = args.wait_ns || context_.config.masks;
+  if (messages_) messages_->follow(stream);
   with_kernels(extras, [&](auto kernels) { launch_dispatch<kernels.value>(args, plan, stages, pulls, stream); });
+  if (messages_) messages_->dispatch(args, stages, pulls, stream);
 }
 
 void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
   const bool extras = args.wait_ns || context_.config.masks;
+  if (messages_) messages_->follow(stream);
   with_kernels(extras, [&](auto kernels) { launch_combine<kernels.value>(args, plan, pushes, reduces, stream); });
+  if (messages_) messages_->combine(args, pushes, reduces, stream);
 }
 
 int64_t Engine::wait_for_counts(uint64_t ticket, double slice_s) const {

@@ -5,6 +5,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -75,6 +76,9 @@ struct RoutingComparison {
   int32_t where[2] = {};  // two numbers of the caller's, for the error
 };
 
+class Messages;
+class NcclComm;
+
 class Engine {
  public:
   // [host] Keep addresses and sizes for the kernels.
@@ -86,6 +90,11 @@ class Engine {
   //   num_sms     blocks of a launch
   Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
          const std::vector<int>& rail_pes, char* state, char* report, double timeout_s, int num_sms);
+
+  // [host] Send to other nodes by messages, before the first launch. `comm`: of this rank's rail; its ranks are the
+  // nodes.
+  void send_by(std::shared_ptr<NcclComm> comm);
+  bool has_captured_messages() const;
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
   // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, except
@@ -155,6 +164,7 @@ class Engine {
 
   BufferContext context_;
   int num_sms_;
+  std::shared_ptr<Messages> messages_;  // NCCL wire; else null
 };
 
 template <>

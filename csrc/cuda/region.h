@@ -94,6 +94,10 @@ struct Region {
   uint64_t* items_arrived;  // [num_others] its items and table are here
   uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and metadata of a chunk are here
   uint64_t* sums_arrived;   // [num_others, max_sum_chunks] its sums and weights of a chunk are here
+  // NCCL wire: [num_others] copies of all wire flags, one for each other node. Raised by this rank: what the rail
+  // peer's flag will cover is ready to be sent. Read by the kernels between messages (messages.cuh).
+  uint64_t* ready;
+  size_t wire_flags;  // uint64 in one copy
   // About a rank: written by the rank or by its relay, read by this rank.
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
   char* slots;  // [ranks_per_node, max_tokens, slot_stride] partial sums of this rank's tokens, by receiver and number.
@@ -152,6 +156,9 @@ Region carve_region(C& c, const Config& config) {
   c.take(region.items_arrived, kFlags, others);
   c.take(region.rows_arrived, kFlags, others * config.max_token_chunks());
   c.take(region.sums_arrived, kFlags, others * config.max_sum_chunks());
+  c.take(region.ready, kFlags, 0);  // its address
+  region.wire_flags = region.ready - region.inbox_free;
+  c.take(region.ready, kFlags, others * region.wire_flags);
   const size_t few_tokens = config.plans_directly ? config.max_tokens : 0;
   c.take(region.called, kFlags, 2 * ranks * Call::kNumWords);
   c.take(region.choices, "choices", 2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);

@@ -33,6 +33,7 @@ class EngineConfig:
     dtype: torch.dtype
     timeout_s: float
     num_sms: int | None
+    nccl_sms: int
     suspendable: bool
     mask_late_ranks: bool
     store: Store  # of the group's ranks, under a prefix for this buffer alone
@@ -155,6 +156,7 @@ class Engine(Protocol):
     device: str  # device type of its tensors
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
+    used_sms: int  # the most multiprocessors that an operation uses, NCCL's included
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
     label: int  # set by the caller; a dispatch with too few rows has it in its error
 

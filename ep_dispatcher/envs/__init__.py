@@ -79,9 +79,10 @@ timeout_s = Switch(
 wire = Switch(
     "EP_DISPATCHER_WIRE",
     "auto",
-    "auto, peer, nvshmem, nvshmem-puts",
-    _one_of("auto", "peer", "nvshmem", "nvshmem-puts"),
+    "auto, peer, nccl, nvshmem, nvshmem-puts",
+    _one_of("auto", "peer", "nccl", "nvshmem", "nvshmem-puts"),
     "how the cuda engine sends between nodes. peer: stores through NVLink, between virtual nodes of one host. "
+    "nccl: messages of PyTorch's NCCL, over any network that NCCL knows. "
     "nvshmem: puts of NVSHMEM, and stores where NVLink reaches the other node. nvshmem-puts: puts alone, for "
     "tests. auto: peer on one host, nvshmem on several",
 )

@@ -31,14 +31,18 @@ struct DispatchRailWarp : RailWarp {
     for (int i = 0; i < num_others; ++i) {
       const int to = node(i);
       int piece = 0;
-      for (int local = 0; usable && local < op.ranks_per_node(); ++local) {
+      if (has_messages() && sender() == 0)
+        count_bytes(context.state->lists_sent, to,
+                    config.max_tokens * (op.ranks_per_node() * context.item_ints + context.table_ints) * 4);
+      const bool puts = usable && !has_messages();
+      for (int local = 0; puts && local < op.ranks_per_node(); ++local) {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
         // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
         send_share(to, context.my_inbox(context.node, &Inbox::items) + begin,
                    context.local_rail_buffer(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
       }
-      if (usable)
+      if (puts)
         send_share(to, context.remote_rail_buffer(to, &RailArrays::table_in),
                    context.local_rail_buffer(to, &RailArrays::table_out),
                    params.args.num_tokens * context.table_ints * 4, piece);
@@ -49,9 +53,9 @@ struct DispatchRailWarp : RailWarp {
 
   // [thread] Return whether rows go before all ranks agree. Not in the second of two launches: there the ranks agree
   // already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
-  // 8 blocks on H200 took 1495 us instead of 1455.
+  // 8 blocks on H200 took 1495 us instead of 1455. Messages delay nothing: the Calls have one of their own before.
   __device__ bool sends_early(const DispatchParams& params) const {
-    return params.stages && params.pulls && params.rail_blocks > 1;
+    return params.stages && params.pulls && (params.rail_blocks > 1 || has_messages());
   }
 
   // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
@@ -78,6 +82,11 @@ struct DispatchRailWarp : RailWarp {
     const char* const rows = params.stages_rows ? staging : params.args.rows;
     const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
     char* const metadata = context.my_inbox(context.node, &Inbox::metadata);
+    if (wire().has_messages(to)) {
+      const uint32_t token_bytes = params.row_stride + params.metadata_bytes;
+      if (sender() == 0) count_bytes(context.state->bytes_sent, to, (end - begin) * token_bytes);
+      return;
+    }
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;
@@ -96,8 +105,15 @@ struct DispatchRailWarp : RailWarp {
     puts.drain();
   }
 
-  // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable.
-  __device__ bool sends_rows(const DispatchParams& params) const { return params.new_plan || params.plan.head->usable; }
+  // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable. The host
+  // does not know that, so its messages cross all the same.
+  __device__ bool sends_rows(const DispatchParams& params) const {
+    return params.new_plan || has_messages() || params.plan.head->usable;
+  }
+  // [thread] Return the number of chunks that cross, of a rank with so many tokens.
+  __device__ int num_chunks(int num_tokens) const {
+    return has_messages() ? context.max_token_chunks : context.config.num_token_chunks(num_tokens);
+  }
 
   // [warp] Send this rank's items, rows and metadata to all rail peers. A chunk of rows goes once this rank has staged
   // it, and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when
@@ -113,16 +129,16 @@ struct DispatchRailWarp : RailWarp {
     bool has_items = params.new_plan;  // to be sent
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
-    const int num_chunks = context.config.num_token_chunks(params.args.num_tokens);
+    const int end_chunk = num_chunks(params.args.num_tokens);
     for (int chunk = 0;; ++chunk) {
-      const bool waits = chunk == num_chunks || chunk == kChunksAhead;
+      const bool waits = chunk == end_chunk || chunk == kChunksAhead;
       if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
         if (!wait_for_self(listed)) return Verdict::kAborted;
         send_items(params, params.plan.head->usable);
         stamp(op, Step::kItemsSent);
         has_items = false;
       }
-      if (chunk == num_chunks) {
+      if (chunk == end_chunk) {
         flush();
         stamp(op, Step::kAllSent);
         return agree(op, false);
@@ -130,9 +146,10 @@ struct DispatchRailWarp : RailWarp {
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return Verdict::kAborted;
       const int length = context.config.token_chunk(), begin = chunk * length;
-      const int end = min(params.args.num_tokens, begin + length);
+      const int num_tokens = has_messages() ? context.config.max_tokens : params.args.num_tokens;
+      const int end = min(num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
-        if (chunk == 0) {
+        if (chunk == 0 && !wire().has_messages(node(i))) {  // a message waits for the own inbox: it is staged
           if (!wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free)) return Verdict::kAborted;
           ptx::fence_before_bulk();
         }
@@ -159,11 +176,11 @@ struct DispatchRailWarp : RailWarp {
       if (!wait_for_self(context.own.listed + op.rank())) return Verdict::kAborted;  // then PlanHead::usable is written
     }
     const bool usable = params.plan.head->usable;
-    const int num_chunks = context.config.num_token_chunks(field_of(op, source, Field::kNumTokens));
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    const int end_chunk = num_chunks(field_of(op, source, Field::kNumTokens));
+    for (int chunk = 0; chunk < end_chunk; ++chunk) {
       if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return Verdict::kAborted;
       // The last chunk stands for all chunks without tokens too.
-      const int past = chunk == num_chunks - 1 ? max_chunks : chunk + 1;
+      const int past = chunk == end_chunk - 1 ? max_chunks : chunk + 1;
       if (usable) raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
     }
     stamp(op, Step::kRelayed);

@@ -16,6 +16,11 @@ struct CombineRailWarp : RailWarp {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
+    if (wire().has_messages(to)) {
+      if (sender() == 0)
+        count_bytes(context.state->bytes_sent, to, (end - begin) * (context.slot_stride + weight_bytes));
+      return;
+    }
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       const int lane_token = first + lane * num_senders;
       bool goes = false;
@@ -63,7 +68,8 @@ struct CombineRailWarp : RailWarp {
   }
 
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
-  // Return false after an abort of this rank. Called in senders, once all ranks agree.
+  // Return false after an abort of this rank. Called in senders, once all ranks agree. With an unusable plan there are
+  // no sums to wait for.
   __device__ bool send_sums(const CombineParams& params, char* shared) const {
     LongPuts puts = long_puts(shared, params.memory.pipeline.num_smem_stages * params.memory.pipeline.smem_stage_bytes);
     const int max_chunks = context.max_sum_chunks;
@@ -71,12 +77,13 @@ struct CombineRailWarp : RailWarp {
       for (int i = 0; i < num_others; ++i) {
         const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
         const int end = min(field_of(op, context.rail_peer(to), Field::kNumTokens), begin + length);
-        if (begin >= end) continue;
+        const bool has_tokens = begin < end && params.plan.head->usable, has_message = wire().has_messages(to);
+        if (!has_tokens && !has_message) continue;
         // Wait for the chunk of the window with the last of these tokens.
         const int summed =
             context.other_node_idx(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
-        if (!wait_for_self(context.own.summed + summed)) return false;
-        send_sums_of(params, puts, to, begin, end);
+        if (has_tokens && !wait_for_self(context.own.summed + summed)) return false;
+        send_sums_of(params, puts, to, begin, has_message ? min(context.config.max_tokens, begin + length) : end);
         finish_sending(context.arrays.sums_sent + context.other_node_idx(to) * max_chunks + chunk, to,
                        flag_at(to, context.own.sums_arrived, max_chunks, chunk));
         if (chunk == 0) stamp(op, Step::kFirstSent);
@@ -91,7 +98,8 @@ struct CombineRailWarp : RailWarp {
   // agree.
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
-    for (int chunk = 0; chunk << context.config.log_sum_chunk < params.args.num_tokens; ++chunk) {
+    const int num_tokens = has_messages() ? context.config.max_tokens : params.args.num_tokens;
+    for (int chunk = 0; chunk << context.config.log_sum_chunk < num_tokens; ++chunk) {
       if (!wait_for_peer(Phase::kNodeSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
       if (lane == 0) {
         ptx::fence_system();
@@ -112,7 +120,8 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& para
   if (!params.reduces && !params.shares_combine_weights()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
-  if (!params.plan.head->usable) return verdict;  // on all ranks: nothing is sent
+  // With an unusable plan no rank sends anything, except for messages: the host does not know it, so they cross.
+  if (!params.plan.head->usable && !warp.has_messages()) return verdict;
   if (params.shares_combine_weights()) {
     if (!warp.relays())
       warp.send_combine_weights(params);

@@ -11,14 +11,17 @@
 //   quiet      [thread] wait until all puts of this rank, by any block, are complete: they have read their source, and
 //              their data has arrived
 //
+//   has_messages  [thread] return whether messages of the host bring data and flags to a node (messages.h). Then a put
+//              does nothing, because a message has the whole array, and `signal` says that this array is ready
+//
 // Memory of a mapped rail peer may also be stored to without a put; `signal` covers these stores alike.
 //
-// One module is compiled for each wire, with the same kernels.
+// The kernels are compiled into two modules: for the NVSHMEM wire, and for the peer and the NCCL wire.
 #pragma once
 #ifdef EP_WIRE_NVSHMEM
 #include "cuda/rail/wire_nvshmem.cuh"
 #else
-#include "cuda/rail/wire_peer.cuh"
+#include "cuda/rail/wire_nccl.cuh"
 #endif
 
 namespace ep::cuda::EP_KERNELS {
@@ -26,7 +29,7 @@ namespace ep::cuda::EP_KERNELS {
 #ifdef EP_WIRE_NVSHMEM
 using Wire = NvshmemWire;
 #else
-using Wire = PeerWire;
+using Wire = NcclWire;
 #endif
 
 }  // namespace ep::cuda::EP_KERNELS

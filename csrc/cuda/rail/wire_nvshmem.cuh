@@ -15,6 +15,7 @@ struct NvshmemWire {
 
   __device__ PeerWire stores() const { return PeerWire{context}; }
   __device__ bool maps(int node) const { return context.maps(node); }
+  __device__ bool has_messages(int) const { return false; }
   template <class T>
   __device__ T* at(int node, T* remote) const {
     return stores().at(node, remote);

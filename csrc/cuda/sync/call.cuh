@@ -216,6 +216,8 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   else
     state->*released_epoch = op.epoch;
   publish_error(context, error);
+  // Ranks that differ may have different messages under way. So no later kernel of this rank does anything.
+  if (!one_node && differs && Wire{context}.has_messages(context.node == 0)) state->aborted = 1;
   state->next_token = 0;
   state->epoch = op.epoch;
 }

@@ -92,6 +92,7 @@ class CpuEngine:
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
     rows_on_host: Tensor | None = None
+    used_sms = 0
     unreceived: str | None = None
     label: int = 0
     _wait_ns: dict[str, Tensor]  # by operation, if the caller measures waits

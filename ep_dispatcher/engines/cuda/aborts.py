@@ -45,6 +45,10 @@ class Aborts:
             for flag in self._flags:
                 self._copy(flag, late, 8, stream)
 
+    def wait(self) -> None:
+        """Wait until the last abort is written."""
+        self._stream.synchronize()
+
 
 def rank_bits(ranks: Iterable[int]) -> int:
     """Return an int64 with a bit for each rank. Ranks are below 64."""

@@ -5,6 +5,7 @@ Kernels read and write the memory of all ranks of a node, and send to other node
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines.base import EngineConfig, ExplainsErrors
-from ep_dispatcher.engines.cuda import stuck_kernels
+from ep_dispatcher.engines.cuda import nccl, stuck_kernels
 from ep_dispatcher.engines.cuda.aborts import Aborts
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.launch import Launches
-from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of
+from ep_dispatcher.engines.cuda.nccl import NcclRail
+from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of, wire_of
 from ep_dispatcher.engines.cuda.streams import SLICE_S, StreamEvent
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health
@@ -38,11 +40,11 @@ _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
 _stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write their memory
 
 
-def _rail_sms(topology: Topology, num_sms: int) -> dict[str, int]:
-    """Return the number of SMs that serve the wire between nodes, by layout."""
+def _rail_sms(topology: Topology, num_sms: int, wire: str) -> dict[str, int]:
+    """Return the number of SMs that serve the wire between nodes, by layout. With NCCL they only wait and signal."""
     check_cuda_sms(topology, num_sms)
-    if topology.num_nodes == 1:
-        return dict.fromkeys(_RAIL_SHARES, 0)
+    if topology.num_nodes == 1 or wire == "nccl":
+        return dict.fromkeys(_RAIL_SHARES, min(topology.num_nodes - 1, 1))
     return {layout: max(1, num_sms // share) for layout, share in _RAIL_SHARES.items()}
 
 
@@ -50,6 +52,13 @@ def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
     """Return the ranks that a kernel has waited for in vain."""
     late = engine.late()
     return [] if late is None else late[3]
+
+
+def _abort(aborts: Aborts, rail: NcclRail | None) -> None:
+    """Abort this rank, and then NCCL's kernels, so that none of this rank's kernels takes what has not arrived."""
+    aborts.run()
+    if rail is not None:
+        rail.free(aborts.wait)
 
 
 class CudaEngine(Launches):
@@ -78,9 +87,11 @@ class CudaEngine(Launches):
             )
             check_cuda_masks(shape)
         # If one rank refuses, all learn it here, before any of them waits for the others to allocate.
-        self._rail_sms = config.gather("multiprocessors", self._share_sms)[topology.rank]
         with config.gather.same_on_all_ranks():
-            self._regions = regions_of(config)
+            wire = wire_of(config)
+        self._rail_sms = config.gather("multiprocessors", partial(self._share_sms, wire))[topology.rank]
+        with config.gather.same_on_all_ranks():
+            self._regions = regions_of(config, wire)
         compiled = self._compiled = self._regions.compiled
         c = self._c_config = self._native_config(compiled, shape)
         if shape.masks:
@@ -102,12 +113,15 @@ class CudaEngine(Launches):
             self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, topology.rank)
             return [address != 0 for address in self._regions.rail]
 
-        is_attached = False
+        is_attached, rail_of_nccl = False, None
         try:
             self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
             config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
             is_attached = True
+            if wire == "nccl":
+                rail_of_nccl = NcclRail(config)
+            self._rail = rail_of_nccl
             rail = mapped_rail(topology, self._regions.rail, mapped)
             if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
                 compiled = self._compiled = _C_cuda
@@ -122,37 +136,43 @@ class CudaEngine(Launches):
                 timeout_s=config.timeout_s,
                 num_sms=self.num_sms,
             )
-            if (gb_per_s := envs.wire_gbps()) and topology.num_nodes > 1 and compiled is _C_cuda:
+            if (gb_per_s := envs.wire_gbps()) and topology.num_nodes > 1 and compiled is _C_cuda and wire != "nccl":
                 self._c.pace_wire(gb_per_s * 1e9)
+            if self._rail is not None:
+                self._rail.serve(self._c)
             self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
             if topology.num_nodes > 1:
                 shares = sorted(set(self._rail_sms.values()))
                 self.summary += (
                     f", {' or '.join(map(str, shares))} of them for the {self._regions.wire} wire between nodes"
                 )
+                if self._rail is not None:
+                    self.summary += f", at most {config.nccl_sms} more for NCCL {nccl.version()}"
                 if self._regions.wire == "NVSHMEM":
                     self.summary += (
                         f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
                     )
             self._aborts.named = partial(_late_ranks, self._c)
-            self._health = Health(self._aborts.run)
+            self._health = Health(partial(_abort, self._aborts, self._rail))
             self._masks = Masks(self._health)
             self._reports = KernelReports(
-                self._c, config, self._health, self._masks if config.mask_late_ranks else None
+                self._c, config, self._health, self._masks if config.mask_late_ranks else None, wire == "nccl"
             )
             self._stuck = None
             if compiled is not _C_cuda:
                 self._stuck = StuckKernels(self._c.late)
                 stuck_kernels.watch(self)
+            if self._rail is not None:
+                nccl.watch(self)
             trace = trace_of(topology.rank)
             self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
         except BaseException:  # an exception may keep this object alive, but not its memory
             try:
                 if is_attached:  # the other ranks may have the buffer already: they must learn that this one left
-                    self._aborts.run()
+                    _abort(self._aborts, rail_of_nccl)
                     torch.cuda.synchronize(self._device)
             finally:
-                for name in ("_c", "_aborts", "_state", "_health", "_reports"):
+                for name in ("_c", "_aborts", "_state", "_health", "_reports", "_rail"):
                     self.__dict__.pop(name, None)
                 regions = self.__dict__.pop("_regions")
                 regions.free(is_sound=False) if is_attached else regions.abandon()
@@ -163,15 +183,18 @@ class CudaEngine(Launches):
         c.rank = self._topology.rank
         return c
 
-    def _share_sms(self) -> dict[str, int]:
+    def _share_sms(self, wire: str) -> dict[str, int]:
         """Choose the multiprocessors. Return the number that serve the wire, by layout."""
         if (gb_per_s := envs.wire_gbps()) and not _C_cuda.has_pace:
             checks.fail("EP_DISPATCHER_WIRE_GBPS", gb_per_s, "unset, or a build with EP_DISPATCHER_PACE=1")
         self._device_index = torch.cuda.current_device()
         self._device = torch.device("cuda", self._device_index)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
-        return _rail_sms(self._topology, self.num_sms)
+        # Kernels wait for messages, so NCCL has to find room beside them, and so has the kernel between two messages.
+        kept = self._config.nccl_sms + 1 if wire == "nccl" else 0
+        self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms - kept)
+        self.used_sms = self.num_sms + kept
+        return _rail_sms(self._topology, self.num_sms, wire)
 
     def counters(self) -> dict[str, list[int]]:
         """Return Buffer.counters(). The host waits for the device."""
@@ -268,11 +291,17 @@ class CudaEngine(Launches):
     def suspend(self, meet: Callable[[], Gather]) -> None:
         regions = self._suspendable_regions()
 
+        def settle() -> None:
+            self._settle()
+            if self._c.has_captured_messages() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+                given = "a suspend after a CUDA graph over the NCCL wire was captured: NCCL keeps memory for it"
+                checks.fail("buffer", given, "one with NCCL_GRAPH_REGISTER=0 in the environment")
+
         def give_back() -> None:
             self._set_aborted(1)  # a graph that is replayed meanwhile ends at once, before it accesses missing memory
             regions.give_back()
 
-        suspension.suspend(meet, self._health, settle=self._settle, give_back=give_back)
+        suspension.suspend(meet, self._health, settle=settle, give_back=give_back)
 
     def resume(self, meet: Callable[[], Gather]) -> None:
         regions = self._suspendable_regions()
@@ -315,7 +344,7 @@ class CudaEngine(Launches):
         """
         try:
             if self._thread != threading.get_ident() or self._health.is_busy:
-                self._aborts.run()
+                _abort(self._aborts, self._rail)
             elif not self._health.ended:
                 if self._stream is not None:
                     self._wait(self._stream)
@@ -323,8 +352,10 @@ class CudaEngine(Launches):
                 self._write_traces()
                 self._reports.raise_found(ends=False)
                 self._is_sound = self._unreceived is None
+                if self._rail is not None:
+                    self._rail.is_sound = self._is_sound
         finally:
-            self._health.stop(self._aborts.run, self._free)
+            self._health.stop(partial(_abort, self._aborts, self._rail), self._free)
 
     def _free(self) -> None:
         if self._stuck is not None and not self._is_idle_within(stuck_kernels.GRACE_S):
@@ -372,6 +403,15 @@ class CudaEngine(Launches):
         """End the buffer's use, and its kernels."""
         text = f"this buffer gave up while it {doing}, by {type(error).__name__}: {error}; destroy() it"
         self._health.end(partial(RuntimeError, text))
+
+    def end_late_messages(self) -> bool:
+        """Abort NCCL's kernels after the report of a late rank. Return whether that is done, or not needed any more."""
+        if self._health.is_stopped or self._rail is None:
+            return True
+        if self._c.late() is None:
+            return False
+        self._rail.free()  # a kernel has aborted this rank, so no later one takes what has not arrived
+        return True
 
     def has_stuck_kernel(self) -> bool | None:
         """Return whether a kernel runs on long after the report of a late rank. None if the answer is final.

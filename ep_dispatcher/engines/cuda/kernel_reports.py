@@ -24,24 +24,36 @@ class KernelReports:
     so all have to end. Never waits for the device.
 
     ``masks``: of a buffer that masks late ranks. There a rank that reports itself as late is masked.
+    ``has_messages``: messages of ranks that differ may not fit together. So there a difference ends the buffer's use.
     """
 
-    def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health, masks: Masks | None = None):
+    def __init__(
+        self,
+        engine: _C_cuda.Engine,
+        config: EngineConfig,
+        health: Health,
+        masks: Masks | None = None,
+        has_messages: bool = False,
+    ):
         self._engine, self._config, self._health, self._masks = engine, config, health, masks
         self.overlooks: Callable[[ValueError], bool] | None = None  # as Buffer.overlook says
+        self._has_messages = has_messages
 
     def raise_found(self, *, ends: bool, reason: str = "") -> None:
         """Raise what kernels have found. reason: further facts for the error of a late peer."""
         if not self._health.ended:
             late = self._engine.late()
-            mistake = self._take_error()  # after `late`: the mistake came first, and led to the other
+            mistake, is_difference = self._take_error()  # after `late`: the mistake came first, and led to the other
             if mistake is not None and self.overlooks is not None and self.overlooks(mistake):
                 mistake = None
             if mistake is None and late is None:
                 return
-            if mistake is not None and late is None and not ends:
+            if mistake is not None and is_difference and self._has_messages:
+                text = ". With the NCCL wire the messages of these ranks do not fit together; destroy() this buffer"
+                self._health.end(partial(again, mistake, text))
+            elif mistake is not None and late is None and not ends:
                 raise again(mistake)
-            if mistake is not None:
+            elif mistake is not None:
                 text = ". Found when other operations had begun, which leaves ranks out of step; destroy() this buffer"
                 self._health.end(partial(again, mistake, text))
             elif late is not None:
@@ -65,12 +77,12 @@ class KernelReports:
         error = partial(PeerTimeoutError, operation, epoch, phase, rank, late_ranks, waited_s, reason)
         self._health.end(error)
 
-    def _take_error(self) -> ValueError | None:
-        """Return the error of the caller's mistake, once for each."""
+    def _take_error(self) -> tuple[ValueError | None, bool]:
+        """Return the error of the caller's mistake, once for each, and whether ranks differ."""
         found = self._engine.take_error()
-        if found is None:
-            return None
-        kind, detail, value, rows = found
+        return (None, False) if found is None else (self._error_of(*found), found[0] == "differ")
+
+    def _error_of(self, kind: str, detail: list[int], value: int, rows: list[tuple[int, int]]) -> ValueError:
         if kind == "bad_entry":
             token, k, repeated, _ = detail
             return checks.bad_entry((token, k, value, bool(repeated)), self._config.num_experts)

@@ -1,22 +1,26 @@
 """The symmetric memory of a buffer of the CUDA engine: a region on every rank, and the means to reach the others.
 
-``PeerRegions`` are in PyTorch's symmetric memory. All ranks of a host map each other's regions, and the wire between
-virtual nodes is stores through NVLink. ``SuspendableRegions`` are the same in memory that can be unmapped and mapped
-again (device_memory.py). ``NvshmemRegions`` are in NVSHMEM's symmetric heap. The ranks of a node map each other's, and
-the wire between nodes is NVSHMEM's.
+``PeerRegions`` are in PyTorch's symmetric memory. With the peer wire all ranks of a host map each other's regions, and
+the wire between virtual nodes is stores through NVLink. With the NCCL wire only the ranks of a node do.
+``SuspendableRegions`` are the same in memory that can be unmapped and mapped again (device_memory.py).
+
+``NvshmemRegions`` are in NVSHMEM's symmetric heap. The ranks of a node map each other's, and the wire between nodes is
+NVSHMEM's.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import TypeVar
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines.base import EngineConfig
@@ -37,12 +41,15 @@ class PeerRegions:
     ``rail``: addresses of the rail peers' regions by node, 0 for those that are not mapped here.
     """
 
-    wire = "peer"
     compiled = _C_cuda
     allocates_together = False  # whether `allocate` waits for the other ranks
 
-    def __init__(self, config: EngineConfig):
-        self._config = config
+    def __init__(self, config: EngineConfig, wire: str):
+        topology = config.topology
+        self._config, self.wire = config, wire
+        # The ranks that map each other's regions, and this rank's place among them.
+        self._members = topology.node_ranks if wire == "NCCL" else tuple(range(topology.num_ranks))
+        self._place = self._members.index(topology.rank)
         self.rail_pes: list[int] = []
 
     def prepare(self, num_bytes: int, flag_bytes: int) -> None:
@@ -57,10 +64,30 @@ class PeerRegions:
         self.memory = allocate((self._num_bytes,), (1,), torch.uint8, device)
 
     def attach(self) -> None:
-        config = self._config
-        name = f"ep_dispatcher/{config.buffer_id}"  # used once
-        self._symmetric = rendezvous(self.memory, config.topology, config.store, name, config.timeout_s)
-        self.addresses: list[int] = list(self._symmetric.buffer_ptrs)
+        config, members = self._config, self._members
+        addresses = [self.memory.data_ptr()]
+        if len(members) > 1:
+            name = f"ep_dispatcher/{config.buffer_id}"  # used once
+            store = PrefixStore(f"from {members[0]}", config.store)
+            among = Topology(self._place, (tuple(range(len(members))),))
+            with self._naming_members():
+                self._symmetric = rendezvous(self.memory, among, store, name, config.timeout_s)
+            addresses = list(self._symmetric.buffer_ptrs)
+        self._keep(addresses)
+
+    def _keep(self, addresses: list[int]) -> None:
+        """Note where the members' regions are mapped here."""
+        self.addresses = [0] * self._config.topology.num_ranks
+        for rank, address in zip(self._members, addresses, strict=True):
+            self.addresses[rank] = address
+
+    @contextmanager
+    def _naming_members(self) -> Iterator[None]:
+        """Name late members by their rank in the buffer, not by their place among the members."""
+        try:
+            yield
+        except PeersLate as error:
+            raise PeersLate(str(error), [self._members[place] for place in error.ranks]) from error
 
     @property
     def rail(self) -> list[int]:
@@ -78,28 +105,28 @@ class PeerRegions:
 class SuspendableRegions(PeerRegions):
     """PeerRegions that can be freed and mapped again at the same addresses.
 
-    In the addresses of each rank the regions of all ranks lie one after the other. A region has two parts. The first
+    In the addresses of each rank the regions of all members lie one after the other. A region has two parts. The first
     has the flags, and stays. The second has all large arrays, and is freed while the buffer is suspended.
     """
 
-    def __init__(self, config: EngineConfig):
-        super().__init__(config)
+    def __init__(self, config: EngineConfig, wire: str):
+        super().__init__(config, wire)
         self._exchanges = 0  # exchanges of descriptors that have ended: the same on all ranks
         self._descriptors: Descriptors | None = None  # the next exchange
         self._fds: list[int] = []  # of this rank's new memory, until all ranks have it
         config.gather("cuda-bindings", load_driver)  # one rank may lack it
 
     def allocate(self) -> None:
-        topology, device = self._config.topology, torch.cuda.current_device()
+        device = torch.cuda.current_device()
         page = page_bytes(device)
         kept, self._stride = round_up(self._flag_bytes, page), round_up(self._num_bytes, page)
         rest = self._stride - kept
         self._first = [(0, kept)]  # parts: (first byte in a region, bytes)
         self._second = [(kept, rest)] if rest else []  # a small buffer has none
-        self._space = DeviceMemory(topology.num_ranks * self._stride, device)
-        self.addresses = [self._space.address + rank * self._stride for rank in range(topology.num_ranks)]
+        self._space = DeviceMemory(len(self._members) * self._stride, device)
+        self._keep([self._space.address + place * self._stride for place in range(len(self._members))])
         self._create(self._first + self._second)
-        own = self.addresses[topology.rank]
+        own = self.addresses[self._config.topology.rank]
         self.memory = _tensor_at(own, self._num_bytes, torch.device("cuda", device))
 
     def attach(self) -> None:
@@ -108,8 +135,8 @@ class SuspendableRegions(PeerRegions):
     def give_back(self) -> None:
         """Unmap the second part of all regions. No rank may use any of them."""
         for begin, _ in self._second:
-            for rank in range(self._config.topology.num_ranks):
-                self._space.unmap(rank * self._stride + begin)
+            for place in range(len(self._members)):
+                self._space.unmap(place * self._stride + begin)
 
     def take(self) -> None:
         """Allocate memory for this rank's second part. If any rank finds none, all call ``drop``."""
@@ -124,22 +151,22 @@ class SuspendableRegions(PeerRegions):
 
     def _create(self, parts: list[tuple[int, int]]) -> None:
         """Allocate parts of this rank's region. Prepare to pass them on: from now on other ranks may ask for them."""
-        config, topology = self._config, self._config.topology
         for begin, num_bytes in parts:
-            self._fds.append(self._space.create(topology.rank * self._stride + begin, num_bytes))
-        secret = f"ep_dispatcher/{config.buffer_id}/{self._exchanges}"
-        self._descriptors = Descriptors(secret, topology.rank, topology.num_ranks)
+            self._fds.append(self._space.create(self._place * self._stride + begin, num_bytes))
+        secret = f"ep_dispatcher/{self._config.buffer_id}/{self._members[0]}/{self._exchanges}"
+        self._descriptors = Descriptors(secret, self._place, len(self._members))
 
     def _attach(self, parts: list[tuple[int, int]]) -> None:
-        """Map these parts of the other ranks' regions. All ranks have created theirs."""
+        """Map these parts of the other members' regions. All have created theirs."""
         assert self._descriptors is not None  # since `_create`
-        of_ranks = self._descriptors.exchange(self._fds, self._config.timeout_s)
+        with self._naming_members():
+            of_members = self._descriptors.exchange(self._fds, self._config.timeout_s)
         try:
-            for rank, fds in enumerate(of_ranks):
+            for place, fds in enumerate(of_members):
                 for (begin, num_bytes), fd in zip(parts, fds):
-                    self._space.attach(rank * self._stride + begin, num_bytes, fd)
+                    self._space.attach(place * self._stride + begin, num_bytes, fd)
         finally:
-            for fd in itertools.chain.from_iterable(of_ranks):
+            for fd in itertools.chain.from_iterable(of_members):
                 os.close(fd)
             self._end_exchange()
 
@@ -319,16 +346,22 @@ def mapped_rail(topology: Topology, rail: list[int], mapped: list[list[bool]]) -
     return [address if mapped[rank][topology.node] else 0 for rank, address in zip(topology.rail, rail, strict=True)]
 
 
-def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
-    """Choose the wire and the memory. ValueError if the wire that was asked for cannot serve these ranks."""
+def wire_of(config: EngineConfig) -> str:
+    """Choose the wire, peer for one node. ValueError if the wire that was asked for cannot serve these ranks."""
     wire, num_hosts = envs.wire(), len(set(config.hosts))
     if wire == "auto":
         wire = "nvshmem" if num_hosts > 1 else "peer"
     if wire == "peer" and num_hosts > 1:
-        checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nvshmem or auto")
-    if wire == "peer" or config.topology.num_nodes == 1:
-        return SuspendableRegions(config) if config.suspendable else PeerRegions(config)
+        checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nccl, nvshmem or auto")
+    return wire if config.topology.num_nodes > 1 else "peer"
+
+
+def regions_of(config: EngineConfig, wire: str) -> PeerRegions | NvshmemRegions:
+    """Return the memory for this wire. ValueError if it cannot be suspended, but should be."""
+    if wire in ("peer", "nccl"):
+        kind = SuspendableRegions if config.suspendable else PeerRegions
+        return kind(config, "NCCL" if wire == "nccl" else wire)
     if config.suspendable:
         given = "True, with the NVSHMEM wire: NVSHMEM cannot map its memory again at the same addresses"
-        checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=peer, where all ranks are on one host")
+        checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=nccl, or peer where all ranks are on one host")
     return NvshmemRegions(config, only_puts=wire == "nvshmem-puts")

@@ -1,0 +1,135 @@
+#include "cuda/nccl.h"
+
+#include <dlfcn.h>
+
+#include <climits>
+#include <cstring>
+#include <stdexcept>
+
+#include "cuda/device/check.h"
+
+namespace ep::cuda {
+namespace {
+
+// As in nccl.h. NCCL takes configurations of older versions; this one is of 2.18.
+struct Config {
+  size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef, version = 21800;
+  int blocking = 1;
+  int cga_cluster_size = 0;                    // blocks in a cluster begin together, so they would wait for each other
+  int min_ctas = INT_MIN, max_ctas = INT_MIN;  // INT_MIN: not set
+  const char* net_name = nullptr;
+  int split_share = INT_MIN;
+};
+struct UniqueId {
+  char bytes[128];
+};
+constexpr int kUint8 = 1;
+
+// The functions of the library.
+struct Library {
+  int (*get_version)(int*);
+  const char* (*get_error_string)(int);
+  const char* (*get_last_error)(void*);
+  int (*get_unique_id)(UniqueId*);
+  int (*init)(void**, int, UniqueId, int, Config*);
+  int (*group_start)();
+  int (*group_end)();
+  int (*send)(const void*, size_t, int, int, void*, cudaStream_t);
+  int (*recv)(void*, size_t, int, int, void*, cudaStream_t);
+  int (*destroy)(void*);
+  int (*abort)(void*);
+
+  // Look the functions up in the library that is loaded already. Where PyTorch holds NCCL itself, look everywhere.
+  Library() {
+    void* const found = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+    void* const library = found ? found : RTLD_DEFAULT;
+    const auto look_up = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+      if (!function) throw std::runtime_error(std::string("PyTorch has loaded no NCCL with ") + name);
+    };
+    look_up(get_version, "ncclGetVersion");
+    look_up(get_error_string, "ncclGetErrorString");
+    look_up(get_last_error, "ncclGetLastError");
+    look_up(get_unique_id, "ncclGetUniqueId");
+    look_up(init, "ncclCommInitRankConfig");
+    look_up(group_start, "ncclGroupStart");
+    look_up(group_end, "ncclGroupEnd");
+    look_up(send, "ncclSend");
+    look_up(recv, "ncclRecv");
+    look_up(destroy, "ncclCommDestroy");
+    look_up(abort, "ncclCommAbort");
+  }
+};
+
+const Library& library() {
+  static const Library library;
+  return library;
+}
+
+void check_nccl(int result, const char* step) {
+  if (result == 0) return;
+  std::string text = std::string("NCCL, ") + step + ": " + library().get_error_string(result);
+  const char* const last = library().get_last_error(nullptr);
+  if (last && *last) text += std::string(" (") + last + ")";
+  throw std::runtime_error(text);
+}
+
+}  // namespace
+
+std::string NcclComm::make_id() {
+  UniqueId id;
+  check_nccl(library().get_unique_id(&id), "unique id");
+  return std::string(id.bytes, sizeof(id.bytes));
+}
+
+int NcclComm::version() {
+  int version = 0;
+  check_nccl(library().get_version(&version), "version");
+  return version;
+}
+
+NcclComm::NcclComm(const std::string& id, int rank, int num_ranks, int max_ctas) {
+  UniqueId bytes;
+  if (id.size() != sizeof(bytes.bytes)) throw std::runtime_error("NCCL: the unique id has another size");
+  std::memcpy(bytes.bytes, id.data(), sizeof(bytes.bytes));
+  Config config;
+  config.min_ctas = 1;
+  config.max_ctas = max_ctas;
+  check_nccl(library().init(&comm_, num_ranks, bytes, rank, &config), "start");
+  // Exchange a byte with every rank.
+  char* memory = nullptr;
+  cudaStream_t stream = nullptr;
+  check(cudaMalloc(&memory, 2), "memory");
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  group([&] {
+    for (int peer = 0; peer < num_ranks; ++peer) {
+      if (peer == rank) continue;
+      send(memory, 1, peer, stream);
+      receive(memory + 1, 1, peer, stream);
+    }
+  });
+  check(cudaStreamSynchronize(stream), "first message");
+  check(cudaStreamDestroy(stream), "stream");
+  check(cudaFree(memory), "memory");
+}
+
+void NcclComm::begin() const { check_nccl(library().group_start(), "begin"); }
+void NcclComm::end() const { check_nccl(library().group_end(), "end"); }
+void NcclComm::cancel() const { library().group_end(); }
+
+void NcclComm::send(const void* memory, size_t bytes, int rank, cudaStream_t stream) const {
+  check_nccl(library().send(memory, bytes, kUint8, rank, comm_, stream), "send");
+}
+
+void NcclComm::receive(void* memory, size_t bytes, int rank, cudaStream_t stream) const {
+  check_nccl(library().recv(memory, bytes, kUint8, rank, comm_, stream), "receive");
+}
+
+void NcclComm::free(bool aborts) {
+  void* const comm = comm_;
+  comm_ = nullptr;
+  if (comm) check_nccl(aborts ? library().abort(comm) : library().destroy(comm), aborts ? "abort" : "end");
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,83 @@
+// The messages of the NCCL wire. The host puts them into a side stream, after each launch of an operation:
+//
+//   kernel `between`: wait until the first message is ready
+//   NCCL: send it to all rail peers, receive theirs
+//   kernel `between`: raise the wire flags that it covers, wait until the second message is ready
+//   ...
+//
+// Meanwhile the kernel of the operation runs. It says what is ready (Region::ready), and waits for the wire flags.
+// docs/protocol.md has the order of messages, and says why nothing is overwritten too early.
+#pragma once
+#include <memory>
+
+#include "cuda/engine.h"
+#include "cuda/nccl.h"
+
+namespace ep::cuda {
+
+// The parameters of the kernel between two messages. It raises wire flags of one message, then waits for another one.
+struct Between {
+  const State* state;
+  int num_raisers = 0, num_flags = 0, num_waits = 0;
+  uint64_t* raises[kMaxNodes];       // of each other node, the first of num_flags to be raised
+  const uint64_t* waits[kMaxNodes];  // flags of Region::ready to wait for
+};
+
+class Messages {
+ public:
+  // [host] `context` of the buffer. `comm`: of this rank's rail; its ranks are the nodes.
+  Messages(const BufferContext& context, std::shared_ptr<NcclComm> comm);
+  ~Messages();
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
+
+  // [host] Call this before a launch in `stream`: the messages follow what is in this stream by now.
+  void follow(cudaStream_t stream) const;
+  // [host] Send and receive what a launch needs, after this launch. Arguments as those of Engine.
+  void dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaStream_t stream);
+  void combine(const CombineArgs& args, bool pushes, bool reduces, cudaStream_t stream);
+  // [host] Return whether messages were captured: NCCL may then keep the memory of the region in its graphs.
+  bool has_captured() const { return has_captured_; }
+
+ private:
+  // An array in a message. `local`: of this rank; `received`: of the rail peer.
+  struct Array {
+    const void* local;
+    void* received;
+    size_t bytes;
+  };
+
+  // [host] Send one message to each other node, and receive one. It covers chunks [begin, end) of a kind of wire flags:
+  // [num_others, max_chunks]. `arrays(node, add)` calls add(Array) for each of its arrays.
+  template <class Arrays>
+  void exchange(uint64_t* flags, int max_chunks, int begin, int end, const Arrays& arrays);
+  // [host] Exchange [0, num_tokens) in several messages of whole chunks, of about kBytes.
+  template <class Exchange>
+  static void split(int num_tokens, int log_chunk, size_t token_bytes, const Exchange& exchange);
+  void exchange_calls();
+  // [host] Raise the flags of the last message. While a graph is captured, let `stream` wait for the messages.
+  void finish(cudaStream_t stream);
+  void launch_between();
+
+  // [host] As in Context (context.cuh).
+  int other_node_idx(int node) const { return node - (node > context_.node); }
+  int rail_peer(int node) const { return node * context_.config.ranks_per_node + context_.local; }
+  template <class T>
+  T* inbox(int node, T* Inbox::* array) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(context_.own.inbox.*array) + node * context_.own.inbox_bytes);
+  }
+  template <class T>
+  T* rail(int node, T* RailArrays::* array) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(context_.own.rail.*array) +
+                                other_node_idx(node) * context_.own.rail_bytes);
+  }
+
+  const BufferContext context_;
+  const std::shared_ptr<NcclComm> comm_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t before_ = nullptr, after_ = nullptr;  // the launch; the messages
+  Between between_{};                               // of the next launch
+  bool has_captured_ = false;
+};
+
+}  // namespace ep::cuda

@@ -1,0 +1,109 @@
+"""The communicator of the NCCL wire: one for each rail of a buffer, in the NCCL that PyTorch has loaded.
+
+Its ranks are the nodes. NCCL is called by csrc/cuda/nccl.cpp, not through a process group of PyTorch: that would take
+more of the host's time, use streams of its own, and be made by all ranks of the job together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ep_dispatcher import _C_cuda, checks, threads
+from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.gather import GRACE_S, PeersLate
+from ep_dispatcher.threads import StoreHangs, in_thread
+
+END_S = 1.0  # how long destroy() waits for NCCL to free a communicator. NCCL waits for graphs that use it
+LOOK_S = 1.0  # how often the thread looks for the report of a late rank
+
+
+class NcclRail:
+    """The communicator of this rank's rail. Collective over all ranks of the buffer.
+
+    Raises PeersLate on all ranks if a rank does not arrive within the buffer's limit.
+    """
+
+    def __init__(self, config: EngineConfig):
+        topology, self._device = config.topology, torch.cuda.current_device()
+        self._lock = threading.Lock()
+        self._comm: _C_cuda.NcclComm | None = None
+        self.is_sound = False  # all operations are complete: nothing is under way
+
+        def offer() -> tuple[str, str]:
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            return uuid, _C_cuda.NcclComm.make_id().hex() if topology.node == 0 else ""
+
+        offers = config.gather("NCCL", offer)
+        with config.gather.same_on_all_ranks():
+            for rail in zip(*topology.nodes, strict=True):
+                gpus = [offers[rank][0] for rank in rail]
+                if len(set(gpus)) < len(gpus):
+                    given = f"nccl, with a GPU that two of the ranks {list(rail)} share: they are on different nodes"
+                    checks.fail("EP_DISPATCHER_WIRE", given, "nccl with a GPU for each of them, or peer on one host")
+
+        def start() -> None:
+            torch.cuda.set_device(self._device)
+            comm_id = bytes.fromhex(offers[topology.rail[0]][1])
+            self._comm = _C_cuda.NcclComm(comm_id, topology.node, topology.num_nodes, config.nccl_sms)
+
+        def start_in_thread() -> None:
+            try:
+                in_thread(start, config.timeout_s + GRACE_S)
+            except StoreHangs as error:
+                others = [rank for rank in topology.rail if rank != topology.rank]
+                raise PeersLate(f"NCCL waited {config.timeout_s} s for other ranks", others) from error
+
+        config.gather("NCCL's start", start_in_thread, waits_for_peers=True)
+
+    def serve(self, engine: _C_cuda.Engine) -> None:
+        """Let the engine send by this communicator."""
+        assert self._comm is not None  # free() comes later
+        engine.send_by(self._comm)
+
+    def free(self, before: Callable[[], None] = lambda: None) -> None:
+        """Free the communicator, after ``before()``. Unless all is sound, abort it: its kernels end soon."""
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is None:
+            return
+
+        def run() -> None:
+            torch.cuda.set_device(self._device)
+            before()
+            comm.free(not self.is_sound)
+
+        threads.start(run, "NCCL").join(END_S)
+
+
+def version() -> str:
+    """Return the version of NCCL, such as 2.28.9."""
+    number = _C_cuda.NcclComm.version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+class Watched(Protocol):
+    def end_late_messages(self) -> bool:
+        """Abort the communicator if a kernel has reported a late rank. Return whether that is done, or not needed."""
+
+
+def watch(engine: Watched) -> None:
+    """End messages that no rank will take, from a thread: the main thread may be waiting for the GPU."""
+    threading.Thread(
+        target=partial(_look, weakref.ref(engine)), daemon=True, name="ep_dispatcher watch of messages"
+    ).start()
+
+
+def _look(engine_ref: Callable[[], Watched | None]) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        engine = engine_ref()
+        if engine is None or engine.end_late_messages():
+            return
+        del engine  # this thread must not keep it alive

@@ -1,0 +1,365 @@
+"""Runs the parts of tests/test_nccl.py over the NCCL wire; its settings are read from the environment.
+
+EP_DISPATCHER_WIRE=nccl python tests/nccl_wire.py NUM_RANKS RANKS_PER_NODE [PART...]
+
+A node is the ranks of one GPU: NCCL takes no two ranks of a rail on one. Every part has its own limit, and new ranks
+after a failure.
+"""
+
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+
+import pytest
+import round_trip as round_trips
+import test_dispatch_combine as grid
+import test_nodes
+import torch
+import torch.distributed as dist
+from round_trip import inputs, make_buffer, outputs, round_trip
+from test_dispatch_combine import GRID, Case, check_case, expert_rows, to
+
+import ep_dispatcher as ep
+from ep_dispatcher.tools.testing import RankError, RankPool, same_bits
+
+PART_S = float(os.environ.get("PART_S", 60))
+LIMIT_S = 3.0  # of operations that a rank waits for in vain
+SLACK_S = 5.0
+
+
+class ImpatientBuffer(ep.Buffer):
+    def __init__(self, *args, **options):
+        more = dict(timeout_s=min(options["timeout_s"], 10), nccl_sms=int(os.environ.get("NCCL_SMS", 4)))
+        super().__init__(*args, **options | more)
+
+
+def begin(rank: int, ranks_per_node: int) -> None:
+    """Let the ranks of a node share a GPU. Their buffers soon give up a peer that does not come."""
+    torch.cuda.set_device(rank // ranks_per_node)
+    for module in (grid, test_nodes, round_trips):
+        module.device_of = lambda engine, rank: f"cuda:{torch.cuda.current_device()}"
+    ep.Buffer = ImpatientBuffer
+
+
+def start(num_ranks: int, ranks_per_node: int) -> RankPool:
+    pool = RankPool(num_ranks, timeout_s=PART_S)
+    pool.run(begin, ranks_per_node)
+    return pool
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def routing(pool: RankPool, case: Case) -> None:
+    pool.run(test_nodes.change_routing, "cuda", case, 30)
+
+
+def gradients(pool: RankPool, case: Case) -> None:
+    pool.run(test_nodes.train, "cuda", case, 12)
+
+
+def graph(pool: RankPool, case: Case) -> None:
+    pool.run(test_nodes.replay, "cuda", replace(case, layout="rank"))
+
+
+def rows(pool: RankPool, case: Case) -> None:
+    """Long rows, float8 rows, with and without counts."""
+    for row in test_nodes.LONG_ROWS:
+        check_case(lambda _: pool, "cuda", Case(case.num_ranks, case.ranks_per_node, **row))
+
+
+def cases(pool: RankPool, case: Case) -> None:
+    shape = (case.num_ranks, case.ranks_per_node)
+    for one in GRID:
+        if (one.num_ranks, one.ranks_per_node) == shape:
+            check_case(lambda _: pool, "cuda", one)
+
+
+def many(pool: RankPool, case: Case) -> None:
+    """Several messages of rows and of sums, for some ranks without tokens."""
+    shape = dict(tokens="many", num_topk=3, hidden=2880, dtype=torch.bfloat16)
+    for layout in ("expert", "rank"):
+        check_case(lambda _: pool, "cuda", Case(case.num_ranks, case.ranks_per_node, layout=layout, **shape))
+
+
+def too_few(pool: RankPool, case: Case) -> None:
+    pool.run(test_nodes.too_few_rows, "cuda", case, 6)
+
+
+def check_decode(rank: int, case: Case) -> None:
+    """Decode layout with weights, and hooks: the weighted sum is that of the rows that arrived."""
+    options = dict(hidden=512, num_experts=4 * case.num_ranks, num_topk=3, max_tokens_per_rank=32, timeout_s=15)
+    with ep.Buffer(engine="cuda", ranks_per_node=case.ranks_per_node, **options) as buffer:
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            num = 32 if seed % 2 else 5 + rank
+            x = torch.randn(num, 512, generator=generator).to("cuda", torch.bfloat16)
+            idx = torch.rand(num, 4 * case.num_ranks, generator=generator).topk(3).indices.to("cuda")
+            weights = torch.rand(num, 3, generator=generator).to("cuda")
+            out = buffer.dispatch(x, idx, layout="decode", return_hook=True)
+            out.hook()
+            y = out.x.clone()
+            combined = buffer.combine(y, out.handle, weights=weights, return_hook=True)
+            combined.hook()
+            buffer.check()
+            right = x.float() * weights.sum(1, keepdim=True)
+            assert torch.allclose(combined.x.float(), right, rtol=3e-2, atol=3e-2), f"seed {seed}"
+
+
+def decode(pool: RankPool, case: Case) -> None:
+    pool.run(check_decode, case)
+
+
+def check_counters(rank: int, case: Case) -> None:
+    """A message has rows and metadata of all tokens that the buffer is for."""
+    num_tokens, peers = (
+        test_nodes.NUM_TOKENS,
+        [peer for peer in range(rank % case.ranks_per_node, case.num_ranks, case.ranks_per_node) if peer != rank],
+    )
+    given = test_nodes.make_inputs(case, [num_tokens] * case.num_ranks, "masked", 3)
+    x, idx, weights = (to("cuda", t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+    with grid.make_buffer(case, "cuda", num_tokens) as buffer:
+        out, sent, lists = test_nodes.sent_by(buffer, lambda: buffer.dispatch(x, idx, weights))
+        assert [peer for peer, count in enumerate(sent) if count] == peers
+        assert {sent[peer] for peer in peers} == {num_tokens * (case.hidden * 2 + 16)} and all(lists[p] for p in peers)
+        y, row_weights = to("cuda", expert_rows(case, out, rank))
+        _, sent, _ = test_nodes.sent_by(buffer, lambda: buffer.combine(y, out.handle, topk_weights=row_weights))
+        assert {sent[peer] for peer in peers} == {num_tokens * (case.hidden * 2 + 4 * case.num_topk)}
+
+
+def counters(pool: RankPool, case: Case) -> None:
+    pool.run(check_counters, case)
+
+
+def check_two_buffers(rank: int, case: Case) -> None:
+    """Operations of two buffers in two streams, in the same order on all ranks."""
+    with (
+        make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as one,
+        make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as other,
+    ):
+        side = torch.cuda.Stream()
+        for seed in range(6):
+            round_trip(one, seed=seed)
+            with torch.cuda.stream(side):
+                round_trip(other, seed=seed, max_recv_rows=200)
+            given = inputs(rank, seed=seed, device="cuda")
+            first = one.dispatch(*given, max_recv_rows=200)
+            with torch.cuda.stream(side):
+                second = other.dispatch(*given, max_recv_rows=200)
+            sums = one.combine(first.x, first.handle).x
+            with torch.cuda.stream(side):
+                other_sums = other.combine(second.x, second.handle).x
+            torch.cuda.synchronize()
+            assert same_bits(sums, other_sums)
+
+
+def two_buffers(pool: RankPool, case: Case) -> None:
+    pool.run(check_two_buffers, case)
+
+
+def check_late(rank: int, case: Case, operation: str) -> None:
+    """The last rank does not come to an operation. The others say so in time, and their memory is free at once."""
+    last = case.num_ranks - 1
+    buffer = make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node, timeout_s=LIMIT_S)
+    for seed in range(2):
+        round_trip(buffer, seed=seed)
+    given = inputs(rank, device="cuda")
+    out = buffer.dispatch(*given, max_recv_rows=200)
+    buffer.check()
+    dist.barrier()
+    if rank != last:
+        begin = time.monotonic()
+        with pytest.raises(ep.PeerTimeoutError) as caught:
+            if operation == "combine":
+                buffer.combine(outputs(rank, 200, device="cuda"), out.handle)
+            elif operation == "counted":
+                buffer.dispatch(*given)
+            else:
+                buffer.dispatch(*given, max_recv_rows=200)
+            buffer.check()
+        assert LIMIT_S - 1 < time.monotonic() - begin < LIMIT_S + SLACK_S
+        assert caught.value.late_ranks == (last,), caught.value
+    dist.barrier()  # until then the last rank does nothing
+    begin = time.monotonic()
+    buffer.destroy()
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 8, f"destroy took {time.monotonic() - begin:.1f} s"
+    dist.barrier()
+    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as again:
+        round_trip(again)
+
+
+def late(pool: RankPool, case: Case) -> None:
+    for operation in ("counted", "dispatch", "combine"):
+        pool.run(check_late, case, operation)
+
+
+def check_differ(rank: int, case: Case) -> None:
+    """One rank is in another operation: all find it, and the buffer has ended."""
+    buffer = make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node, timeout_s=10)
+    given = inputs(rank, device="cuda")
+    out = buffer.dispatch(*given, max_recv_rows=200)
+    buffer.check()
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="operation|handle|layout"):
+        if rank == 0:
+            buffer.combine(outputs(rank, 200, device="cuda"), out.handle)
+        else:
+            buffer.dispatch(*given, max_recv_rows=200)
+        buffer.check()
+    with pytest.raises(ValueError):
+        buffer.dispatch(*given, max_recv_rows=200)
+    buffer.destroy()
+    assert time.monotonic() - begin < 9
+    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as again:
+        round_trip(again)
+
+
+def differ(pool: RankPool, case: Case) -> None:
+    pool.run(check_differ, case)
+
+
+def check_suspend(rank: int, case: Case) -> None:
+    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node, suspendable=True) as buffer:
+        for seed in range(3):
+            round_trip(buffer, seed=seed)
+            buffer.suspend()
+            buffer.resume()
+            round_trip(buffer, seed=seed + 3)
+
+
+def check_suspend_with_graph(rank: int, case: Case) -> None:
+    """Refused while NCCL may keep memory for the graph. NCCL reads its switch once, so both happen in one process."""
+    options = dict(engine="cuda", ranks_per_node=case.ranks_per_node, suspendable=True)
+    with make_buffer(**options) as buffer:
+        given, graph = inputs(rank, device="cuda"), torch.cuda.CUDAGraph()
+        right = buffer.dispatch(*given, max_recv_rows=200).x
+        buffer.check()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = buffer.dispatch(*given, max_recv_rows=200)
+        graph.replay()
+        buffer.check()
+        assert same_bits(out.x, right)
+        if os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+            with pytest.raises(ValueError, match="buffer: given a suspend after a CUDA graph"):
+                buffer.suspend()
+            return
+        for _ in range(3):
+            buffer.suspend()
+            buffer.resume()
+            out.x.zero_()
+            graph.replay()
+            buffer.check()
+            assert same_bits(out.x, right)
+
+
+def suspend(pool: RankPool, case: Case) -> None:
+    pool.run(check_suspend, case)
+    pool.run(check_suspend_with_graph, case)
+
+
+def check_line(rank: int, case: Case) -> None:
+    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as buffer:
+        assert "1 of them for the NCCL wire between nodes, at most 4 more for NCCL 2." in repr(buffer), repr(buffer)
+        if rank == 0:
+            print(repr(buffer), flush=True)
+        round_trip(buffer)
+
+
+def line(pool: RankPool, case: Case) -> None:
+    pool.run(check_line, case)
+
+
+def check_speed(rank: int, case: Case) -> dict[str, float]:
+    """Not a test: times of 4096 tokens, beside NCCL's all-to-all with permutes. The slowest rank's medians in us."""
+    num_experts, num_tokens, topk, hidden = 128 * case.num_ranks, 4096, 8, 7168
+    options = dict(hidden=hidden, num_experts=num_experts, num_topk=topk, max_tokens_per_rank=num_tokens, timeout_s=20)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, hidden, generator=generator).to("cuda", torch.bfloat16)
+    idx = torch.rand(num_tokens, num_experts, generator=generator).topk(topk).indices.to("cuda")
+    order = idx.flatten().argsort()
+    sent = torch.bincount(idx.flatten() // 128, minlength=case.num_ranks).tolist()
+    counts: list = [None] * case.num_ranks
+    dist.all_gather_object(counts, sent)
+    received = [of_rank[rank] for of_rank in counts]
+    group = dist.new_group(backend="nccl") if case.num_ranks <= torch.cuda.device_count() else None
+    rows = torch.empty(sum(received), hidden, device="cuda", dtype=torch.bfloat16)
+
+    def scatter() -> None:
+        dist.all_to_all_single(rows, x[order // topk], received, sent, group=group)
+
+    def collect() -> None:
+        back = torch.empty_like(x).new_empty(num_tokens * topk, hidden)
+        dist.all_to_all_single(back, rows, sent, received, group=group)
+        torch.zeros_like(x).index_add_(0, order // topk, back)
+
+    with ep.Buffer(engine="cuda", ranks_per_node=case.ranks_per_node, **options) as buffer:
+        out = buffer.dispatch(x, idx)
+        runs = {
+            "dispatch": lambda: buffer.dispatch(x, idx, max_recv_rows=out.x.shape[0]),
+            "cached": lambda: buffer.dispatch(x, handle=out.handle),
+            "combine": lambda: buffer.combine(out.x, out.handle),
+        }
+        if group is not None:
+            runs |= {"all-to-all": scatter, "and back": collect}
+        seen: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(int(os.environ.get("TURNS", 12))):
+            for name, run in runs.items():
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                dist.barrier()
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                seen[name].append(begin.elapsed_time(end) * 1e3)
+        buffer.check()
+    return {name: sorted(times)[len(times) // 2] for name, times in seen.items()}
+
+
+def speed(pool: RankPool, case: Case) -> None:
+    ranks = pool.run(check_speed, case)
+    print(", ".join(f"{name} {max(times[name] for times in ranks):.0f} us" for name in ranks[0]), flush=True)
+
+
+PARTS = dict(
+    line=line,
+    routing=routing,
+    gradients=gradients,
+    graph=graph,
+    rows=rows,
+    many=many,
+    cases=cases,
+    too_few=too_few,
+    decode=decode,
+    counters=counters,
+    two_buffers=two_buffers,
+    late=late,
+    differ=differ,
+    suspend=suspend,
+    speed=speed,
+)
+
+
+def main(num_ranks: int, ranks_per_node: int, *names: str) -> int:
+    case, pool, failed = Case(num_ranks, ranks_per_node, **test_nodes.SMALL), None, []
+    for name in names or PARTS:
+        if pool is None or pool.closed:
+            pool = start(num_ranks, ranks_per_node)
+        since = time.monotonic()
+        try:
+            PARTS[name](pool, case)
+            print(f"{name}: right, {time.monotonic() - since:.1f} s", flush=True)
+        except (RankError, AssertionError, pytest.fail.Exception):
+            failed.append(name)
+            print(f"{name}: WRONG, {time.monotonic() - since:.1f} s\n{traceback.format_exc()}", flush=True)
+            pool.close()  # ranks that have failed may have left something
+    if pool is not None:
+        pool.close()
+    print(f"wrong: {', '.join(failed)}" if failed else "all: right", flush=True)
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:3]), *sys.argv[3:]))

@@ -1,0 +1,123 @@
+"""The protocol of node_protocol.py over the NCCL wire: whole arrays in messages, in one order on all ranks.
+
+A rank's side stream takes its messages in turn: it waits until one is ready, exchanges it with all rail peers, and
+raises the wire flags behind it. Data crosses between two ranks once both have come to this message. An array without
+content for the receiver crosses all the same, and overwrites what was there.
+
+Flags beside those of node_protocol.py: ``ready`` (rank, node, wire flag and indices), ``posted`` (rank, message) and
+``moved`` (receiver, sender's node, message).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from node_model import LATE_WRITE, Agent, Place
+from node_protocol import COMBINES, COUNTED, HOOKED, Operation, Protocol, Rank
+
+READY = "a message waits until it is ready"
+MOVED = "flags rise behind a message"
+
+
+class Message(NamedTuple):
+    flag: str
+    chunk: tuple[int, ...] = ()
+    second: bool = False  # of two launches
+
+
+class MessageOperation(Operation):
+    all_cross = True
+
+    def begin(self) -> None:
+        super().begin()
+        self.twice = self.protocol.programs[self.me][self.epoch - 1] in (COUNTED, HOOKED)
+        self.side_stream()
+
+    def raise_on_wire(self, agent: Agent, flag: Place) -> None:
+        name, peer, _, *chunk = flag
+        agent.raise_flag(("ready", self.me, peer[0], name, *chunk), self.epoch)
+
+    def put(self, agent: Agent, there: Place, here: Place, content: int, *, may_be_late: bool = False) -> None:
+        """Do nothing: a message brings it."""
+
+    def messages(self) -> list[Message]:
+        """List the messages of this operation, in the order of csrc/cuda/rail/messages.cu."""
+        calls = [Message("call_arrived")]
+        if self.kind in COMBINES:
+            weights = [Message("rows_arrived", (0,))] * self.has_combine_weights
+            return calls + weights + [Message("sums_arrived", (chunk,), True) for chunk in self.chunks]
+        rows = [Message("rows_arrived", (chunk,), True) for chunk in self.chunks]
+        return calls + rows[:1] + [Message("items_arrived", (), True)] * self.is_new + rows[1:]
+
+    def arrays(self, message: Message, node: int) -> Iterator[tuple[Place, Place | None, int]]:
+        """Yield (cell there, cell here, content); no cell here if the content is for nobody."""
+        peer = (node, self.local)
+        if message.flag == "call_arrived":
+            for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
+                yield there, here, self.epoch
+        elif message.flag == "items_arrived":
+            for receiver in self.protocol.locals:
+                here = ("items_out", self.me, node, receiver)
+                yield ("items", peer, self.node, receiver), here if self.usable else None, self.epoch
+            yield ("table_in", peer, self.node), ("table_out", self.me, node) if self.usable else None, self.epoch
+        elif message.flag == "rows_arrived" and self.kind in COMBINES:
+            for chunk in self.chunks:
+                cells = self.combine_weights(peer, self.node, chunk), self.combine_weights(self.me, self.node, chunk)
+                for there, here in zip(*cells):
+                    yield there, here, self.epoch
+        elif message.flag == "rows_arrived":
+            (chunk,) = message.chunk
+            yield ("staging", peer, self.node, chunk), ("staging", self.me, self.node, chunk), self.epoch
+        else:
+            (chunk,) = message.chunk
+            receivers = self.receivers(peer, chunk) if self.usable else []
+            mine = [k for k, receiver in enumerate(receivers) if receiver in self.neighbours]
+            yield ("sums", peer, self.node, chunk), ("staging", self.me, node, chunk) if mine else None, self.sum
+            for k in range(len(receivers) if not self.has_combine_weights else 0):
+                here = ("weights", self.me, node, k, chunk) if k in mine else None
+                yield ("rail weights", peer, self.node, k, chunk), here, self.epoch
+
+    def side_stream(self) -> None:
+        agent = self.agent("side stream")
+        if self.epoch > 1:
+            agent.wait(("streamed", self.me), self.epoch - 1)
+        agent.wait(("begun", self.me), self.epoch)
+        for number, message in enumerate(self.messages()):
+            if message.second and self.twice:
+                agent.wait(("launched", self.me), self.epoch)
+            for node in self.others if self.keeps(READY) else ():
+                agent.wait(("ready", self.me, node, message.flag, *message.chunk), self.epoch)
+            agent.raise_flag(("posted", self.me, number), self.epoch)
+            for node in self.others:
+                self.move(number, message, node)
+            for node in self.others if self.keeps(MOVED) else ():
+                agent.wait(("moved", self.me, node, number), self.epoch)  # received
+                agent.wait(("moved", (node, self.local), self.node, number), self.epoch)  # sent
+            for node in self.others:
+                agent.raise_flag((message.flag, self.me, node, *message.chunk), self.epoch)
+        agent.raise_flag(("streamed", self.me), self.epoch)
+        agent.end_event()
+
+    def move(self, number: int, message: Message, node: int) -> None:
+        """Bring my part of a message to a rail peer, once both have posted it."""
+        peer: Rank = (node, self.local)
+        wire = self.agent(f"message {number} to {node}")
+        wire.wait(("posted", self.me, number), self.epoch)
+        wire.wait(("posted", peer, number), self.epoch)
+        for there, here, content in self.arrays(message, node):
+            if here is not None:
+                wire.read(here, content)
+            wire.write(there, content)
+        if message.flag == "call_arrived" and self.epoch > 1:
+            # The Call of the other parity comes again, with the content that it has there.
+            there = ("call", peer, (self.epoch - 1) % 2, self.me)
+            wire.read(("call", self.me, (self.epoch - 1) % 2, self.me), self.epoch - 1)
+            wire._step("accesses", LATE_WRITE, there, self.epoch - 1, ends=("raises",))
+        wire.raise_flag(("moved", peer, self.node, number), self.epoch)
+        wire.end_event()
+
+
+class MessageProtocol(Protocol):
+    """A Protocol over messages. All ranks have the same program: differing ranks end the buffer."""
+
+    def make_operation(self, rank: Rank, epoch: int) -> None:
+        MessageOperation(self, rank, epoch)
