@@ -135,5 +135,7 @@ def test_the_multiprocessors_are_those_of_buffers_on_gpus(rank: int):
     (buffer,) = shared.buffers
     assert buffers.most_sms() == (24 if buffer.engine == "cuda" else 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffer, "engine", "cuda")
-        assert buffers.most_sms() == 24
+        patch.setattr(buffer.live_engine(), "used_sms", 29)
+        assert buffers.most_sms() == 29
+    buffer.destroy()
+    assert buffers.most_sms() == 0

@@ -22,7 +22,6 @@ from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import arguments, capacity, limits, overfull, recompute, registration
-from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import registered_group
 
 logger = logging.getLogger(__name__)
@@ -140,8 +139,8 @@ def check_buffers(note: str) -> None:
 
 def most_sms() -> int:
     """Return the most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
-    of_each = (b.config.num_sms or DEFAULT_SMS for s in _shared.values() for b in s.buffers if b.engine == "cuda")
-    return max(of_each, default=0)
+    buffers = (b for shared in _shared.values() for b in shared.buffers if not b.is_destroyed)
+    return max((b.live_engine().used_sms for b in buffers), default=0)
 
 
 def destroy_buffers() -> None:
