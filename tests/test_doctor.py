@@ -122,7 +122,14 @@ def test_what_is_used(monkeypatch):
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "2")
     assert doctor.what_is_used()["engine"] == "cpu" and doctor.what_is_used()["a node is"].startswith("2 ranks")
     monkeypatch.setattr(engines, "choose", lambda engine: "cuda")
-    for state, between in (("optional", "nothing"), ("ok", "NVSHMEM")):
+    for state, wire, between in (
+        ("optional", "auto", "PyTorch's NCCL; NVLink"),
+        ("optional", "nccl", "PyTorch's NCCL, by EP_DISPATCHER_WIRE"),
+        ("optional", "peer", "NVLink, by"),
+        ("optional", "nvshmem", "nothing"),
+        ("ok", "nvshmem", "NVSHMEM, by"),
+    ):
+        monkeypatch.setenv("EP_DISPATCHER_WIRE", wire)
         module = doctor.Finding("compiled module nvshmem", state, "")
         monkeypatch.setattr(doctor, "PROBES", [SimpleNamespace(what=module.what, run=lambda module=module: module)])
         assert doctor.what_is_used()["between nodes"].startswith(between)

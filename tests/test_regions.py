@@ -181,12 +181,14 @@ def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
         ("nvshmem", 1, 2, False, "NvshmemRegions"),
         ("nvshmem-puts", 1, 2, False, "NvshmemRegions"),
         ("nvshmem-puts", 1, 1, False, "PeerRegions"),
-        ("auto", 2, 2, False, "NvshmemRegions"),
+        ("auto", 2, 2, False, "PeerRegions"),
+        ("nvshmem", 2, 2, False, "NvshmemRegions"),
         ("auto", 1, 1, True, "SuspendableRegions"),
         ("auto", 1, 2, True, "SuspendableRegions"),
         ("nvshmem", 1, 1, True, "SuspendableRegions"),
         ("nvshmem", 1, 2, True, None),
-        ("auto", 2, 2, True, None),
+        ("auto", 2, 2, True, "SuspendableRegions"),
+        ("nvshmem", 2, 2, True, None),
         ("nccl", 2, 2, False, "PeerRegions"),
         ("nccl", 1, 2, True, "SuspendableRegions"),
         ("nccl", 1, 1, False, "PeerRegions"),
@@ -212,7 +214,7 @@ def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts
         made = regions.regions_of(config, regions.wire_of(config))
         assert type(made).__name__ == chosen
         if chosen != "NvshmemRegions":
-            is_nccl = wire == "nccl" and num_nodes > 1
+            is_nccl = num_nodes > 1 and (wire == "nccl" or num_hosts > 1)
             assert made.wire == ("NCCL" if is_nccl else "peer")
             assert made._members == ((0, 1) if is_nccl else tuple(range(2 * num_nodes)))
         assert getattr(made, "_only_puts", False) == (chosen == "NvshmemRegions" and wire == "nvshmem-puts")

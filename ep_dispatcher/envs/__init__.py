@@ -84,7 +84,7 @@ wire = Switch(
     "how the cuda engine sends between nodes. peer: stores through NVLink, between virtual nodes of one host. "
     "nccl: messages of PyTorch's NCCL, over any network that NCCL knows. "
     "nvshmem: puts of NVSHMEM, and stores where NVLink reaches the other node. nvshmem-puts: puts alone, for "
-    "tests. auto: peer on one host, nvshmem on several",
+    "tests. auto: peer on one host, nccl on several",
 )
 wire_gbps = Switch[float | None](
     "EP_DISPATCHER_WIRE_GBPS",

@@ -345,7 +345,7 @@ def find_transformer_engine() -> str:
 
 EVERYTHING = "nothing works without it"
 ONLY_CUDA = 'only for engine="cuda"'
-ONLY_HOSTS = 'only for engine="cuda" on several hosts'
+ONLY_HOSTS = 'only for engine="cuda" on several hosts with NVSHMEM'
 ONLY_MEGATRON = "only for models of Megatron-core"
 CUDA_FIX = "install the CUDA toolkit (nvcc 12.4 or newer), then EP_DISPATCHER_CUDA=1 make setup"
 BINDINGS_FIX = "pip install 'cuda-bindings==13.*' (12.* for CUDA 12)"
@@ -398,10 +398,14 @@ def what_is_used() -> dict[str, str]:
     if engine == "cpu":
         return used | {"inside a node": "shared memory (memfd)", "between nodes": "torch.distributed (gloo)"}
     nvshmem = next(probe for probe in PROBES if probe.what == "compiled module nvshmem").run()
-    between = "NVSHMEM; NVLink between virtual nodes of one host"  # engines/cuda/regions.py chooses it
+    between = "PyTorch's NCCL; NVLink between virtual nodes of one host"  # engines/cuda/regions.py chooses it
     if wire == "peer":
         between = "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host"
-    elif nvshmem.state != OK:
+    elif wire == "nccl":
+        between = "PyTorch's NCCL, by EP_DISPATCHER_WIRE=nccl"
+    elif wire != "auto":
+        between = f"NVSHMEM, by EP_DISPATCHER_WIRE={wire}"
+    if wire.startswith("nvshmem") and nvshmem.state != OK:
         between = f"nothing, all ranks have to be on one host: {nvshmem.what} {nvshmem.found}"
     return used | {"inside a node": "NVLink peer memory", "between nodes": between}
 

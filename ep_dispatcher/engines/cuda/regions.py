@@ -350,7 +350,7 @@ def wire_of(config: EngineConfig) -> str:
     """Choose the wire, peer for one node. ValueError if the wire that was asked for cannot serve these ranks."""
     wire, num_hosts = envs.wire(), len(set(config.hosts))
     if wire == "auto":
-        wire = "nvshmem" if num_hosts > 1 else "peer"
+        wire = "nccl" if num_hosts > 1 else "peer"
     if wire == "peer" and num_hosts > 1:
         checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nccl, nvshmem or auto")
     return wire if config.topology.num_nodes > 1 else "peer"
