@@ -18,6 +18,7 @@ import test_dispatch_combine as grid
 import test_nodes
 import torch
 import torch.distributed as dist
+import two_hosts
 from round_trip import inputs, make_buffer, outputs, round_trip
 from test_dispatch_combine import GRID, Case, check_case, expert_rows, to
 
@@ -43,8 +44,10 @@ def begin(rank: int, ranks_per_node: int) -> None:
     ep.Buffer = ImpatientBuffer
 
 
-def start(num_ranks: int, ranks_per_node: int) -> RankPool:
-    pool = RankPool(num_ranks, timeout_s=PART_S)
+def start(num_ranks: int, ranks_per_node: int, hosts: two_hosts.Hosts | None = None) -> RankPool:
+    """Start the ranks, on these hosts or all on this one."""
+    options = dict(timeout_s=PART_S)
+    pool = RankPool(num_ranks, **options) if hosts is None else two_hosts.HostsPool(hosts, ranks_per_node, **options)
     pool.run(begin, ranks_per_node)
     return pool
 

@@ -60,6 +60,17 @@ def test_with_one_queue_of_the_gpu(num_ranks, ranks_per_node):
     run_wire(num_ranks, ranks_per_node, QUICK, CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
+@pytest.mark.parametrize("part", QUICK)
+@pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
+def test_between_two_hosts(make_hosts, monkeypatch, num_ranks, ranks_per_node, part):
+    """Through a network of this machine, by default: without EP_DISPATCHER_WIRE."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.delenv("EP_DISPATCHER_WIRE", raising=False)
+    with nccl_wire.start(num_ranks, ranks_per_node, make_hosts(2)) as pool:
+        case = nccl_wire.Case(num_ranks, ranks_per_node, **nccl_wire.test_nodes.SMALL)
+        nccl_wire.PARTS[part](pool, case)
+
+
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS[:1])
 def test_graphs_outlive_a_suspend(num_ranks, ranks_per_node):
     run_wire(num_ranks, ranks_per_node, ["suspend"], NCCL_GRAPH_REGISTER="0")
