@@ -50,12 +50,13 @@ class Parameters(NamedTuple):
         return Parameters(*found)
 
     def empty_like(self) -> Parameters:
-        """Return tensors like the parameters. Those of each field lie in one piece of memory."""
+        """Return plain tensors like the parameters. Those of each field lie in one piece of memory."""
 
         def empty(one: Matrices | None) -> Any:
             if one is None or isinstance(one, Tensor):
                 return None if one is None else torch.empty_like(one)
-            return list(one[0].new_empty(len(one), *one[0].shape).unbind(0))
+            like = one[0]  # may be quantised
+            return list(torch.empty(len(one), *like.shape, dtype=like.dtype, device=like.device).unbind(0))
 
         return Parameters(*map(empty, self))
 

@@ -167,6 +167,8 @@ def run_nodes(
     num_parts: int,
     run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
     handles: list[Handle] | None = None,
+    *,
+    quantize: str | None = None,
 ) -> Tensor:
     """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: overlap.py.
 
@@ -175,16 +177,19 @@ def run_nodes(
     """
     given = [(x, topk_idx, topk_weights)]
     if num_parts > 1:  # an error about B comes before anything of A is sent
-        operation.dispatch_request(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        operation.dispatch_request(buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows)
         if _has_values(topk_idx):
             operation.check_routing(buffer, topk_idx)
         given = list(zip(*map(overlapping.cut, given[0])))
     # All are sent before the first experts run.
     if handles:
         plans = zip(given, handles, strict=True)
-        sent = [dispatch(buffer, rows, topk_weights=weights, handle=of) for (rows, _, weights), of in plans]
+        sent = [
+            dispatch(buffer, rows, topk_weights=weights, handle=of, quantize=quantize)
+            for (rows, _, weights), of in plans
+        ]
     else:
-        sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
+        sent = [dispatch(buffer, *part, quantize=quantize, max_recv_rows=max_recv_rows) for part in given]
     if handles is not None:
         handles[:] = [out.handle for out in sent]
     y = [combine(buffer, rows, out.handle) for rows, out in zip(run_experts(sent), sent)]
@@ -199,6 +204,8 @@ def run_grouped_nodes(
     parameters: Parameters,
     max_recv_rows: int | None,
     handles: list[Handle] | None = None,
+    *,
+    quantize: str | None = None,
     **options: Any,
 ) -> Tensor:
     """``mlp_in_parts`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
@@ -206,7 +213,7 @@ def run_grouped_nodes(
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
         return grouped_mlp([_rows_of(out) for out in sent], parameters, **options)
 
-    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts, handles)
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts, handles, quantize=quantize)
 
 
 def _has_values(t: Tensor) -> bool:
