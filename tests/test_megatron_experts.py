@@ -221,9 +221,11 @@ def test_the_limit_is_never_more_than_ranks_can_send():
 class StandIn(torch.nn.Module):
     """Stands for Megatron's layers of Transformer Engine's GroupedLinear: their parameters, forward and backward_dw."""
 
-    def __init__(self, num_gemms, input_size, output_size, *, config, bias, pg_collection, **_):
+    def __init__(self, num_gemms, input_size, output_size, *, config, bias, skip_bias_add, pg_collection, **_):
         super().__init__()
         self.num_gemms, self.te_quant_params = num_gemms, None
+        self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
         slices = pg_collection.expt_tp.size()
         if isinstance(self, TERowParallelGroupedLinear):
             input_size //= slices
@@ -236,6 +238,10 @@ class StandIn(torch.nn.Module):
             if config.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(weight.detach()[:, 0].clone()))
+        self.biases = [f"bias{i}" for i in range(num_gemms)] if bias else []
+        self.skips_biases = skip_bias_add
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook):
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
@@ -243,7 +249,11 @@ class StandIn(torch.nn.Module):
     def forward(self, x, m_splits):
         assert isinstance(m_splits, list)
         parts = [part @ getattr(self, f"weight{i}").t() for i, part in enumerate(x.split(m_splits))]
-        return torch.cat(parts), None
+        biases = [getattr(self, name) for name in self.biases]
+        self.is_first_microbatch = False
+        if self.skips_biases:
+            return torch.cat(parts), biases or None
+        return torch.cat([part + bias for part, bias in zip(parts, biases)] or parts), None
 
     def backward_dw(self):
         raise AssertionError("not of this one")
@@ -271,7 +281,7 @@ def make_grouped_layer(config, layer_number: int = 1):
     with torch.no_grad():
         set_weights(layer, layer)
         for name, weight in layer.experts.named_parameters():
-            weight.copy_(random(*weight.shape, seed=weight.shape[1] + int(name.rpartition("weight")[2])) * 0.3)
+            weight.copy_(random(*weight.shape, seed=weight.shape[-1] + int(re.search(r"\d+$", name)[0])) * 0.3)
     return layer.to(device())
 
 
@@ -639,7 +649,7 @@ def setting(name, value, owner="config"):
 
 REASONS = [
     (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
-    (setting("fp8", "e4m3"), "fp8 is e4m3"),
+    (setting("fp8", "e4m3"), "fp8 is e4m3 with the recipe delayed, not e4m3 with blockwise"),
     (clamp_fused, "this Megatron's fused SwiGLU clamps nothing"),
     (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
     (setting("use_te_activation_func", True), "use_te_activation_func is True"),

@@ -107,9 +107,12 @@ def test_all_ranks_of_a_group_run_in_two_parts_or_none(rank: int, refusing: int)
             layer(tokens_of(rank))
             assert len(runs) == ((0, 1, 1, 2) if is_refused else (1, 2, 3, 4))[number]
         ones = [experts._layers[layer.experts] for layer in layers]
-        assert ones[1].why_no_overlap is None and [one.parts_agreed for one in ones] == [not is_refused, True]
-    text = "ep_dispatcher runs the steps of layer 1 one after the other: "
-    text += f"1 of 2 ranks cannot overlap them, the first is rank {refusing}"
+        assert ones[1].why_no_overlap is None and [list(one.agreed.values()) for one in ones] == [
+            [not is_refused],
+            [True],
+        ]
+    text = "ep_dispatcher: the ranks of layer 1 do not run their steps in two parts of the tokens: "
+    text += f"1 of 2 ranks cannot, the first is rank {refusing}"
     assert printed.getvalue().splitlines().count(text) == (rank == refusing // 2 * 2)
 
 

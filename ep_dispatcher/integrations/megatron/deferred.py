@@ -44,17 +44,17 @@ class Deferred:
     alignment: int  # of the rows of an expert
     handles: list[ep.Handle]  # the plan of an earlier pass, or one for each part; empty: make new ones
     keep: Callable[[list[ep.Handle]], None]  # called with new plans
+    quantize: str | None  # as ep.dispatch takes it
 
     def send(self, tokens: Tensor, probs: Tensor) -> ep.DispatchOutput:
         """Dispatch tokens [num_tokens, hidden] and probs float32 [num_tokens, num_topk]."""
         if self.handles:
-            return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=self.handles[0])
-        alignment, limit = self.alignment, self.max_rows
-        out = self._noting(
-            lambda topk_idx: ep.dispatch(
-                self.buffer, tokens, topk_idx, probs, expert_alignment=alignment, max_recv_rows=limit
-            )
+            handle = self.handles[0]
+            return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=handle, quantize=self.quantize)
+        options: dict[str, Any] = dict(
+            expert_alignment=self.alignment, quantize=self.quantize, max_recv_rows=self.max_rows
         )
+        out = self._noting(lambda topk_idx: ep.dispatch(self.buffer, tokens, topk_idx, probs, **options))
         self.keep([out.handle])
         return out
 
@@ -70,10 +70,11 @@ class Deferred:
         def run(topk_idx: Tensor) -> Tensor:
             given = self.buffer, tokens, topk_idx, probs, parameters, self.max_rows
             with self._plans() as handles:
+                more = options | dict(handles=handles, quantize=self.quantize)
                 if is_observed((tokens, probs, topk_idx)):
-                    return run_grouped_nodes(*given, handles=handles, **options)
+                    return run_grouped_nodes(*given, **more)
                 with torch.cuda.device_of(tokens):
-                    return overlap.mlp_in_parts(*given, overlap=True, handles=handles, **options)
+                    return overlap.mlp_in_parts(*given, overlap=True, **more)
 
         return self._noting(run)
 
@@ -89,11 +90,13 @@ class Deferred:
             counts = [
                 out.rows_per_expert if out.handle.rows_on_host is None else out.handle.rows_on_host for out in sent
             ]
-            return [run_experts(out.x, count, out.topk_weights)[0] for out, count in zip(sent, counts)]
+            given = [(ep.dequantize(out.x) if isinstance(out.x, tuple) else out.x, out.topk_weights) for out in sent]
+            return [run_experts(rows, count, row_probs)[0] for (rows, row_probs), count in zip(given, counts)]
 
         def run(topk_idx: Tensor) -> Tensor:
+            given = self.buffer, tokens, topk_idx, probs, self.max_rows, 2
             with self._plans() as handles:
-                return run_nodes(self.buffer, tokens, topk_idx, probs, self.max_rows, 2, run_on, handles)
+                return run_nodes(*given, run_on, handles, quantize=self.quantize)
 
         return self._noting(run)
 

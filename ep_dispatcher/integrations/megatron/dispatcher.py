@@ -14,6 +14,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, margins, recompute
 from ep_dispatcher.integrations.megatron.deferred import Deferred
+from ep_dispatcher.integrations.megatron.float8 import Quantized
 from ep_dispatcher.integrations.megatron.routing import Routing, columns
 
 
@@ -53,13 +54,16 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.handle: ep.Handle | None = None  # from the dispatch to the combine
         self.rows_per_expert: Tensor | None = None  # likewise
         self.deferred: Deferred | None = None  # likewise, if the experts run dispatch and combine
+        self.pair: ep.QuantizedRows | None = None  # from token_dispatch to dispatch_postprocess, if rows are quantised
         # Most experts first make a list of their counts, but these take them on the device. 0.16's GroupedMLP takes
         # counts on the host only.
         takes_device_counts = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
         self._takes_host_counts = not any(getattr(config, name, False) for name in takes_device_counts)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
-        self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these two if it notes the layer
+        self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these four if it notes the layer
         self.experts_communicate: Callable[[ep.Buffer], bool] = _no
+        self.experts_take_quantised: Callable[[], bool] = _no
+        self.quantisation: Callable[[], str | None] = _none
         self._gives_to_grouped = False  # what experts_are_grouped said of this forward pass
         # Megatron's graphs write the routing of every microbatch to the same memory.
         self._keeps_copies = config.cuda_graph_impl != "none"
@@ -111,7 +115,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self._note()
         _used_here(self.topk_idx)
         self._gives_to_grouped = self.experts_are_grouped()
-        communicates = self.experts_communicate(self.buffer)
+        communicates, quantize = self.experts_communicate(self.buffer), self.quantisation()
         handles = []
         if planned is not None and len(planned.handles) == 1 + communicates:
             handles = planned.handles
@@ -119,15 +123,20 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 _used_here(tensor)
             planned.compare(self.topk_idx)
         limit = None if handles else self._max_rows(hidden_states.shape[0])
-        alignment = self.expert_alignment
-        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handles, partial(self._keep, microbatch))
+        alignment = self.expert_alignment if quantize is None else 1  # experts in grouped GEMMs need none
+        keep = partial(self._keep, microbatch)
+        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handles, keep, quantize)
         if communicates:
             self.handle, self.rows_per_expert, self.deferred = None, None, dispatch
             rows, row_probs, arriving = hidden_states, probs, None
         else:
             out = dispatch.send(hidden_states, probs)
-            self.handle, self.rows_per_expert, self.deferred = out.handle, out.rows_per_expert, None
-            rows, row_probs = cast(Tensor, out.x), cast(Tensor, out.topk_weights)  # as tensors and probs were given
+            self.handle, self.rows_per_expert, self.deferred, self.pair = out.handle, out.rows_per_expert, None, None
+            row_probs = cast(Tensor, out.topk_weights)  # as probs were given
+            if isinstance(out.x, ep.QuantizedRows):
+                self.pair, rows = out.x, cast(Tensor, out.x.anchor)
+            else:
+                rows = cast(Tensor, out.x)
             arriving = rows
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
@@ -161,18 +170,30 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
             recompute.keep(self, recompute.Kept(topk_idx, self.layer_number or 0, microbatch, self.buffer, handles))
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Deferred, Tensor]:
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | Deferred | Quantized, Tensor]:
         """Copy nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
 
         tokens_per_expert includes the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
         on the host if the host knows it, so that the experts are launched while rows still move. Experts in grouped
         GEMMs get it on the device. Experts that run dispatch and combine themselves get tokens and probs unchanged, and
-        the Deferred in place of the counts.
+        the Deferred in place of the counts. Rows that have arrived quantised are in a Quantized in place of the counts,
+        beside their anchor; experts that do not take it get them dequantised.
         """
         if self.deferred is not None:
             return hidden_states, self.deferred, probs
-        tokens_per_expert, handle = self.rows_per_expert, self.handle
+        tokens_per_expert, handle, pair = self.rows_per_expert, self.handle, self.pair
+        self.pair = None
         assert tokens_per_expert is not None and handle is not None  # since token_dispatch
+        if pair is not None:
+            for tensor in pair:
+                _used_here(tensor)
+            quantised = Quantized(pair[0].detach(), pair[1], tokens_per_expert)
+            if self._gives_to_grouped and self.experts_take_quantised():
+                _used_here(tokens_per_expert)
+                return hidden_states, quantised, probs
+            hidden_states = ep.dequantize(quantised.pair(hidden_states))
         if not self._gives_to_grouped:
             if self._takes_host_counts and handle.rows_on_host is not None:
                 return hidden_states, handle.rows_on_host, probs
@@ -225,6 +246,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
 def _no(*_: object) -> bool:
     return False
+
+
+def _none() -> None:
+    return None
 
 
 def _used_here(tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-from ep_dispatcher.integrations.megatron import graphs, limits, registration
+from ep_dispatcher.integrations.megatron import float8, graphs, limits, registration
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 # Fields of TransformerConfig with the values that they must have. Not every version has all of them.
 PLAIN_SETTINGS = {
-    "fp8": None,
     "fp4": None,
-    "fp8_param": False,
     "quant_recipe": None,
     "use_kitchen": False,
     "batch_invariant_mode": False,
@@ -258,8 +256,16 @@ def _why_not_weights(ours: Experts) -> str | None:
     parameters = ours.parameters()
     tensors, w1, w2 = parameters.flat(), parameters.w1, parameters.w2
     dtype, device = w1[0].dtype, w1[0].device
+    if ours.float8:
+        why_not = float8.why_not(ours.config, [*w1, *w2])
+        if why_not is not None:
+            return why_not
+        if float8.is_quantised(w1[0]):
+            if limits.experts_may_be_captured(ours.config) and not float8.updates_transposed_copies():
+                return "CUDA graphs may contain its quantised weights, whose copies this Transformer Engine throws away"
     for weight in tensors:
-        if type(weight) is not Parameter or type(weight.data) is not Tensor:
+        is_plain = type(weight) is Parameter and type(weight.data) is Tensor
+        if not is_plain and not (ours.float8 and float8.is_quantised(weight)):
             return f"its weights are {type(weight).__name__} of {type(weight.data).__name__}"
         if hasattr(weight, "__fsdp_param__"):
             return "Megatron's FSDP holds its weights"
@@ -272,7 +278,7 @@ def _why_not_weights(ours: Experts) -> str | None:
     if device.type == "cuda":
         if dtype not in DTYPES_ON_GPU:
             return f"params_dtype is {dtype}"
-        if any(w.shape[1] * w.itemsize % grouped_gemm.LINE_BYTES for w in (w1[0], w2[0])):
+        if any(w.shape[1] * dtype.itemsize % grouped_gemm.LINE_BYTES for w in (w1[0], w2[0])):
             return f"rows of its weights are no multiple of {grouped_gemm.LINE_BYTES} bytes"
     if ours.config.gradient_accumulation_fusion and hasattr(w1[0], "grad_added_to_main_grad") and ours.ddp() is None:
         return "its gradients are not those of Megatron's DistributedDataParallel"
@@ -291,6 +297,13 @@ def why_no_overlap(experts: Any, ours: Experts) -> str | None:
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
-    if dispatcher.expert_alignment > 1:
+    if dispatcher.expert_alignment > 1 and not ours.float8:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
     return why_no_deferred(experts, ours)  # hooks would get other rows
+
+
+def takes_quantised(experts: Any, ours: Experts) -> bool:
+    """Return whether this experts module can get rows that have arrived quantised, past its hooks."""
+    if ours.why_not is not None or not ours.float8 or getattr(ours.config, "moe_apply_probs_on_input", False):
+        return False
+    return why_no_deferred(experts, ours) is None

@@ -4,15 +4,17 @@ A layer keeps Megatron's experts module, with its parameters and its checkpoints
 possible. The first forward pass decides for which layers. Each later one sees what has changed since then: LoRA on a
 linear layer, another module, class or forward, a hook, a parameter. Then it decides anew, and prints a line.
 
-With --ep-dispatcher-overlap dispatch and combine of these layers run under the GEMMs, if possible: deferred.py.
+With --ep-dispatcher-overlap dispatch and combine of these layers run under the GEMMs, if possible: deferred.py. Layers
+that Megatron runs in FP8: float8.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -21,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import arguments, eligibility, graphs, limits, registration
+from ep_dispatcher.integrations.megatron import arguments, eligibility, float8, graphs, limits, registration
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import overlap
@@ -31,9 +34,11 @@ from ep_dispatcher.moe.grouped_mlp import Parameters, WriteGrads, grouped_mlp
 from ep_dispatcher.moe.overlap import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
+QUANTISE = "dispatch quantised rows"  # what ranks agree on
 
 _layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
 _forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # forwards of experts that take a Deferred
+_pads_rows = False  # whether Megatron's experts run on rows without the padding that their GEMMs need
 
 
 class Experts:
@@ -50,7 +55,11 @@ class Experts:
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
         self.why_not: str | None = None  # why they run Megatron's way
         self.why_no_overlap: str | None = None  # why the steps cannot overlap, whatever the buffer
-        self.parts_agreed: bool | None = None  # whether all ranks of the layer can run two parts; None: not asked yet
+        self.agreed: dict[str, bool] = {}  # what all ranks of the layer can do, or not all; see agree
+        self.float8 = False  # whether Megatron runs them in FP8
+        self.seen_in_float8 = False  # whether it has, and their number does not say so
+        self.takes_quantised = False  # whether they take a Quantized
+        self.weights = float8.Weights()
         self.is_decided = False
         self.state: list[Any] = []  # what it was decided from; see eligibility.state
         self.said: set[str | None] = set()  # what has been printed of this layer as its why_not
@@ -70,9 +79,21 @@ class Experts:
     def decide(self, experts: Any) -> None:
         self.is_decided = True
         self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(experts)
+        self.float8 = self.wants_float8() and float8.are_quantised(self.fc1 + self.fc2)
+        self.weights.forget()
         self.why_not = eligibility.why_not(experts, self)
+        if self.why_not is None and self.agreed.get(QUANTISE) and not self.float8:
+            self.why_not = "it has run in FP8 before"
         self.why_no_overlap = eligibility.why_no_overlap(experts, self)
+        self.takes_quantised = eligibility.takes_quantised(experts, self)
+        if self.why_not is None and self.float8:
+            for linear in self.fc1 + self.fc2:  # what Transformer Engine has quantised there grows old
+                getattr(linear, "_fp8_workspaces", {}).clear()
         self.state = self._state(experts)
+
+    def wants_float8(self) -> bool:
+        """Return whether Megatron runs the layer in FP8, if its linear layers can."""
+        return self.seen_in_float8 or float8.is_wanted(self.config, getattr(self.layer(), "layer_number", None))
 
     def has_changed(self, experts: Any) -> bool:
         """Return whether there is something new since ``decide``."""
@@ -87,10 +108,11 @@ class Experts:
         """Return whether the forward of this experts module is ours: not after unregister(), or if it was replaced."""
         return vars(experts).get("forward", type(experts).forward) in _forwards
 
-    def forward(self, rows: Tensor, counts: Tensor | Deferred, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(self, rows: Tensor, counts: Tensor | Deferred | float8.Quantized, probs: Tensor) -> tuple[Tensor, None]:
         """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host reads none of them.
 
-        With a Deferred in place of counts, rows and probs are the tokens of this rank, and the result is combined.
+        With a Deferred in place of counts, rows and probs are the tokens of this rank, and the result is combined. With
+        a Quantized, rows are the anchor of its rows.
         """
         self.is_captured |= graphs.is_capturing()
         for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights, and do no more
@@ -106,10 +128,18 @@ class Experts:
             take_grads=take_grads,
             anchor=anchor,
         )
+        is_first = float8.take_first(self.fc1 + self.fc2)
+        if self.float8 and (float8.is_on() or float8.is_quantised(parameters.w1[0])):
+            options["float8"] = self.weights.get(parameters, self.fc1 + self.fc2, is_first)
         if isinstance(counts, Deferred):
             return counts.run(rows, probs, parameters, **options), None
+        given: Any
+        if isinstance(counts, float8.Quantized):
+            given, counts = counts.pair(rows), counts.counts
+        else:
+            given = rows.contiguous()
         ends = counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
-        (out,) = grouped_mlp([(rows.contiguous(), probs.float(), ends)], parameters, **options)
+        (out,) = grouped_mlp([(given, probs.float(), ends)], parameters, **options)
         return out, None
 
     def _take_grads(self, parameters: Parameters, *, communicate: bool) -> tuple[TakeGrads | None, Tensor | None]:
@@ -225,24 +255,46 @@ class Experts:
         layer = self.layer()
         if layer is None:
             return False
-        note = f"layer {layer.layer_number}"
-        if self.parts_agreed is None:
-            group = layer.token_dispatcher.tp_ep_group
-            cannot = torch.zeros(group.size(), dtype=torch.int32, device="cpu")
-            cannot[group.rank()] = not here
-            all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on the parts", note=note)
-            refusing = [dist.get_global_rank(group, rank) for rank in cannot.nonzero().flatten().tolist()]
-            self.parts_agreed = not refusing
-            if group.rank() == 0 and 0 < len(refusing) < group.size():
-                some = f"{len(refusing)} of {group.size()} ranks cannot overlap them, the first is rank {refusing[0]}"
-                print(f"ep_dispatcher runs the steps of {note} one after the other: {some}", flush=True)
-        why_not = eligibility.why_no_deferred(layer.experts, self) if self.parts_agreed and not here else None
+        agreed, note = self.agree("run their steps in two parts of the tokens", here), f"layer {layer.layer_number}"
+        why_not = eligibility.why_no_deferred(layer.experts, self) if agreed and not here else None
         if why_not is not None:
             raise RuntimeError(
                 f"{note} has run in two parts of the tokens on all ranks, and cannot any more on this rank: {why_not}. "
                 "Ranks would get out of step. Change the experts before the first pass"
             )
-        return self.parts_agreed
+        return agreed
+
+    def agree(self, what: str, here: bool) -> bool:
+        """Return whether all ranks of the layer can do this. The first call is collective, and answers later ones.
+
+        Print a line if only some ranks can. what: the predicate of a sentence about ranks
+        """
+        layer = self.layer()
+        if layer is None:
+            return False
+        if what not in self.agreed:
+            note = f"layer {layer.layer_number}"
+            group = layer.token_dispatcher.tp_ep_group
+            cannot = torch.zeros(group.size(), dtype=torch.int32, device="cpu")
+            cannot[group.rank()] = not here
+            all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on its experts", note=note)
+            refusing = [dist.get_global_rank(group, rank) for rank in cannot.nonzero().flatten().tolist()]
+            self.agreed[what] = not refusing
+            if group.rank() == 0 and 0 < len(refusing) < group.size():
+                some = f"{len(refusing)} of {group.size()} ranks cannot, the first is rank {refusing[0]}"
+                print(f"ep_dispatcher: the ranks of {note} do not {what}: {some}", flush=True)
+        return self.agreed[what]
+
+    def quantisation(self) -> str | None:
+        """Return how the dispatch of this pass quantises. The first call for a layer in FP8 is collective.
+
+        All ranks quantise or none. One whose experts have changed since they agreed gives these dequantised rows.
+        """
+        layer = self.layer()
+        if layer is None or not self.wants_float8():
+            return None
+        agreed = self.agree(QUANTISE, self.takes_quantised)
+        return float8.WIRE if agreed and float8.is_on() else None
 
     @torch.no_grad()
     def backward_dw(self) -> None:
@@ -296,12 +348,26 @@ def is_grouped(experts: Module) -> bool:
         return False
     if not found.is_decided:
         _decide_all()
-    elif found.has_changed(experts):
-        _decide_again()
+    else:
+        if found.config.fp8 and not found.wants_float8() and float8.is_entered():
+            found.seen_in_float8, found.state = True, []  # look at it again
+        if found.has_changed(experts):
+            _decide_again()
     if found.why_not is not None and found.must_be_grouped and registration.active() is not None:
         number = getattr(found.layer(), "layer_number", None)
         checks.fail(arguments.flag("experts"), "grouped", f"auto or megatron with layer {number}: {found.why_not}")
     return found.why_not is None
+
+
+def is_float8(experts: Module) -> bool:
+    """Return whether this experts module runs in grouped GEMMs in FP8. Ask ``is_grouped`` first."""
+    found = _layers.get(experts)
+    return found is not None and found.why_not is None and found.float8
+
+
+def takes_quantised(experts: Module) -> bool:
+    """Return whether this experts module takes a Quantized now. Ask ``is_grouped`` first: it sees what has changed."""
+    return _layers[experts].takes_quantised
 
 
 def _decide_all() -> None:
@@ -343,6 +409,9 @@ def _said(layers: Sequence[Experts]) -> str:
     """Return a line: how many layers run in grouped GEMMs, and why the others do not."""
     grouped, others = _reasons((one, one.why_not) for one in layers)
     line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs"
+    quantised = sum(one.why_not is None and one.float8 for one in layers)
+    if quantised:
+        line += f", {quantised} of them in FP8"
     if grouped:
         line += f" (activation in float32, rounded once; {arguments.flag('experts')} megatron switches it off)"
     return f"{line}. Megatron's own way: {others}" if others else line
@@ -382,10 +451,10 @@ def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
     return none, "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
 
 
-def forget_parts() -> None:
-    """Let ranks agree anew on the parts of each layer. register() and unregister() call it, on all ranks."""
+def forget_agreements() -> None:
+    """Let ranks agree anew on what each layer can do. register() and unregister() call it, on all ranks."""
     for one in _layers.values():
-        one.parts_agreed = None
+        one.agreed.clear()
 
 
 # ---- what the plugin puts into Megatron -----------------------------------------------------------------------------
@@ -406,6 +475,8 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
             if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
                 layer.token_dispatcher.experts_are_grouped = functools.partial(is_grouped, layer.experts)
                 layer.token_dispatcher.experts_communicate = functools.partial(communicates, layer.experts)
+                layer.token_dispatcher.quantisation = _layers[layer.experts].quantisation
+                layer.token_dispatcher.experts_take_quantised = functools.partial(takes_quantised, layer.experts)
 
     return init
 
@@ -420,16 +491,36 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
             return one.forward(rows, tokens_per_expert, permuted_probs)
 
         def run(rows, counts, probs):
-            if one is not None:
-                one.ran_megatrons_way = True
-                one.check_rows(rows, counts)
-            return old(experts, rows, counts, probs, *rest, **options)
+            if isinstance(counts, float8.Quantized):
+                rows, counts = ep.dequantize(counts.pair(rows)), counts.counts
+            if one is None:
+                return old(experts, rows, counts, probs, *rest, **options)
+            one.ran_megatrons_way = True
+            one.weights.forget()
+            one.check_rows(rows, counts)
+            with _padding(isinstance(tokens_per_expert, Deferred) or one.agreed.get(QUANTISE, False)):
+                return old(experts, rows, counts, probs, *rest, **options)
 
         if isinstance(tokens_per_expert, Deferred):
             return tokens_per_expert.run_megatrons_way(rows, permuted_probs, run), None
         return run(rows, tokens_per_expert, permuted_probs)
 
     return take_for_ours(forward)
+
+
+@contextlib.contextmanager
+def _padding(wanted: bool) -> Iterator[None]:
+    global _pads_rows
+    before, _pads_rows = _pads_rows, wanted
+    try:
+        yield
+    finally:
+        _pads_rows = before
+
+
+def pads_rows() -> bool:
+    """Return whether Megatron's experts have to pad the rows that they are running on."""
+    return _pads_rows
 
 
 def take_for_ours(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,10 +95,10 @@ def register(
         version = megatron.core.__version__
         _check_version(version)
         patches, why_no_grouped = _patches()
-        from ep_dispatcher.integrations.megatron.experts import forget_parts
+        from ep_dispatcher.integrations.megatron.experts import forget_agreements
 
-        forget_parts()  # what ranks agreed on before the patches
-        _undo.append(forget_parts)
+        forget_agreements()  # what ranks agreed on before the patches
+        _undo.append(forget_agreements)
         for patch in patches:
             old = getattr(patch.owner, patch.name)
             _undo.append(_undoing(patch.owner, patch.name, old))
@@ -372,4 +372,6 @@ def _keep_inputs(old):
 
 
 def _skip_padding(old):
-    return functools.wraps(old)(lambda config: is_ours(config) or old(config))
+    from ep_dispatcher.integrations.megatron import experts
+
+    return functools.wraps(old)(lambda config: (is_ours(config) and not experts.pads_rows()) or old(config))

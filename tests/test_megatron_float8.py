@@ -1,0 +1,549 @@
+"""Experts in FP8: close to bfloat16; weights quantised once a step, never old; rows quantised before the dispatch."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+from megatron_layer import (
+    BATCH,
+    HIDDEN,
+    OURS,
+    Layout,
+    environment,
+    grads_of,
+    make_config,
+    on_ranks,
+    random,
+    tokens_of,
+)
+from test_megatron_experts import (
+    EP2,
+    ETP2,
+    GROUPED,
+    GROUPED_GEMMS,
+    MOE_ACT,
+    TWO_PARTS,
+    family,
+    hook,
+    make_grouped_layer,
+    said,
+    step,
+    switched_on,
+)
+from test_megatron_experts import graphs as graphs_of
+
+import ep_dispatcher as ep
+from ep_dispatcher.integrations.megatron import eligibility, experts, float8, graphs
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.float8_gemm import quantize_weights
+
+BFLOAT16 = dict(bf16=True, params_dtype=torch.bfloat16)
+
+
+class Float8BlockwiseQTensor(torch.Tensor):
+    """Stands for Transformer Engine's quantised parameter: its attributes, a transposed copy once it is needed."""
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, weight.shape, dtype=torch.bfloat16, device=weight.device, requires_grad=True
+        )
+        made._is_param = made._is_2D_scaled = True
+        made._columnwise_data = made._columnwise_scale_inv = None
+        made.quantize_(weight)
+        return made
+
+    def quantize_(self, weight: torch.Tensor) -> None:
+        found = quantize_weights([weight.to(torch.bfloat16)])
+        self._rowwise_data, self._rowwise_scale_inv = found.rows[0].view(torch.uint8), padded(found.scales[0])
+
+    def update_usage(self, rowwise_usage: bool, columnwise_usage: bool) -> None:
+        assert rowwise_usage and columnwise_usage and self._columnwise_data is None
+        self._columnwise_data = self._rowwise_data.t().contiguous()
+        blocks = -(-self.shape[1] // 128)
+        self._columnwise_scale_inv = padded(self._rowwise_scale_inv[:, :blocks].t())
+
+    def dequantize(self) -> torch.Tensor:
+        scales = self._rowwise_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = self._rowwise_data.view(torch.float8_e4m3fn).float()
+        return (exact * scales[: self.shape[0], : self.shape[1]]).to(torch.bfloat16)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        exact = [one.dequantize() if isinstance(one, cls) else one for one in args]
+        return func(*exact, **(kwargs or {}))
+
+
+def padded(scales: torch.Tensor) -> torch.Tensor:
+    """Their last dimension is a multiple of 4, and nobody reads what is behind."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4), value=float("nan"))
+
+
+def quantise_parameters(layer) -> None:
+    for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+        for name, weight in list(linear._parameters.items()):
+            if name.startswith("weight"):
+                linear._parameters[name] = Float8BlockwiseQTensor(weight.detach())
+
+
+def make_float8_layer(number: int = 1, parameters: bool = False, dispatcher: str = OURS, **settings):
+    """A layer with stand-ins for Transformer Engine's layers, whose configuration says FP8 from now on."""
+    config = make_config(dispatcher, **GROUPED, **BFLOAT16, **settings)
+    layer = make_grouped_layer(config, number)
+    if parameters:
+        quantise_parameters(layer)
+    config.fp8, config.fp8_recipe, config.fp8_param = "e4m3", "blockwise", parameters
+    return layer
+
+
+def bfloat16_tokens(rank: int, number: int = 0, length: int = 12) -> torch.Tensor:
+    return tokens_of(rank, number, length, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def in_float8(mode: str = GROUPED_GEMMS):
+    """As switched_on, for bfloat16 on GPUs, and with every pass inside the FP8 context of a Transformer Engine."""
+    with switched_on(mode) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eligibility, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
+        patch.setattr(float8, "_manager", lambda: None)
+        yield printed
+
+
+@contextlib.contextmanager
+def counted():
+    """Yield a list that gets an entry whenever a layer's weights are quantised."""
+    calls, quantise = [], float8._quantised
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "_quantised", lambda given: calls.append(1) or quantise(given))
+        yield calls
+
+
+@contextlib.contextmanager
+def dispatched():
+    """Yield a list with the dtype of the rows of each dispatch, and how many zero rows pad them."""
+    found, send = [], ep.dispatch
+
+    def look(*given, **options):
+        out = send(*given, **options)
+        rows = out.x[0] if isinstance(out.x, tuple) else out.x
+        found.append((rows.dtype, int((out.rows_per_expert - out.tokens_per_expert).sum())))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep, "dispatch", look)
+        yield found
+
+
+def assert_close(got: dict, wanted: dict, low: float = 0.002, high: float = 0.1) -> None:
+    """Relative errors are those of FP8: more than bfloat16's, at most 10 % or so."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        error = float((got[name].float() - tensor.float()).norm() / tensor.float().norm())
+        if "linear_fc2.bias" in name:  # sums of the gradients of the results
+            low = -1
+        assert low < error < high, f"{name}: {error}"
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout, dispatcher, settings, mode",
+    [
+        (EP2, OURS, {}, GROUPED_GEMMS),
+        (EP2, OURS, {}, TWO_PARTS),
+        (EP2, OURS, MOE_ACT, GROUPED_GEMMS),
+        (EP2, "alltoall", {}, GROUPED_GEMMS),
+        (ETP2, OURS, dict(moe_ffn_hidden_size=96), GROUPED_GEMMS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantised weights"])
+@on_ranks(4)
+def test_a_layer_is_close_to_bfloat16(rank, layout, dispatcher, settings, mode, parameters):
+    sizes = {name: size for name, size in settings.items() if name == "moe_ffn_hidden_size"}
+    layer = make_grouped_layer(make_config(dispatcher, **GROUPED, **BFLOAT16, **sizes))
+    wanted = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+    with in_float8(mode) as printed, dispatched() as sent:
+        layer = make_float8_layer(parameters=parameters, dispatcher=dispatcher, **settings)
+        got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+    assert_close(got, wanted)
+    assert "1 of 1 MoE layers in grouped GEMMs, 1 of them in FP8 (" in said(printed) or rank > 0
+    assert mode == TWO_PARTS or sent == [(torch.float8_e4m3fn, 0)] * (dispatcher == OURS)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "squared ReLU", "probabilities on the input"])
+@on_ranks()
+def test_families(rank: int, name: str):
+    """Biases stay bfloat16. Probabilities on the input multiply rows that have arrived in bfloat16."""
+    settings = family(name)
+    if "activation_func_clamp_value" in settings:
+        settings["activation_func_clamp_value"] = 7.0  # clamped values have no gradient
+    with in_float8():
+        layer = make_grouped_layer(make_config(**GROUPED, **BFLOAT16, **settings))
+        wanted = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+        with dispatched() as sent:
+            layer = make_float8_layer(**settings)
+            got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+    assert_close(got, wanted, high=0.15)
+    assert sent[0][0] == (torch.bfloat16 if "input" in name else torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantised weights"])
+@pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
+@on_ranks(4)
+def test_gradients_reach_main_grad_in_float32(rank, mode, parameters):
+    config = make_config(**GROUPED, **BFLOAT16)
+    wanted = main_grads(make_grouped_layer(config), rank)
+    with in_float8(mode):
+        layer = make_float8_layer(parameters=parameters)
+        layer.config.gradient_accumulation_fusion = True
+        got = main_grads(layer, rank)
+    assert_close(got, wanted)
+
+
+def main_grads(layer, rank: int) -> dict[str, torch.Tensor]:
+    """Two microbatches, one after the other."""
+    for weight in layer.experts.parameters():
+        weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for number in range(2):
+        step(layer, bfloat16_tokens(rank, number))
+    for weight in layer.experts.parameters():
+        if weight.grad is not None:
+            weight.main_grad += weight.grad
+    return {name: weight.main_grad for name, weight in layer.experts.named_parameters()}
+
+
+@on_ranks()
+def test_losses_of_several_steps_stay_close(rank: int):
+    """Ten steps of SGD: each loss is within 2 % of that in bfloat16, and they fall."""
+
+    def losses(layer) -> list[float]:
+        found, target = [], random(12, BATCH, HIDDEN, seed=5, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.1)
+        for _ in range(10):
+            layer.set_is_first_microbatch()
+            optimizer.zero_grad()
+            loss = (layer(bfloat16_tokens(rank))[0] - target).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss))
+        return found
+
+    wanted = losses(make_grouped_layer(make_config(**GROUPED, **BFLOAT16)))
+    with in_float8(), counted() as calls:
+        got = losses(make_float8_layer())
+    assert len(calls) == 10
+    assert got[-1] < 0.9 * got[0] and got != wanted
+    assert all(abs(one - other) < 0.02 * other for one, other in zip(got, wanted)), (got, wanted)
+
+
+@pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
+@on_ranks()
+def test_a_recompute_is_the_same(rank, mode):
+    """It uses the plan and the weights of its forward pass, and sends quantised rows again."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    with in_float8(mode), counted() as calls, dispatched() as sent:
+        layer, x = make_float8_layer(), bfloat16_tokens(rank)
+        wanted = step(layer, x.clone()) | grads_of(layer)
+        layer.zero_grad()
+        got = step(lambda x: (checkpoint(lambda x: layer(x)[0], False, x),), x.clone()) | grads_of(layer)
+    assert len(calls) == 1 and all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert sent == [(torch.float8_e4m3fn, 0)] * (3 * (mode == GROUPED_GEMMS))
+
+
+@on_ranks()
+def test_nodes_of_the_overlap_schedule(rank: int):
+    """1F1B detaches what the steps return: the gradient of the rows arrives through the argument of the experts."""
+    with in_float8():
+        layer, results = make_float8_layer(), []
+        for cut in (False, True):
+            layer.zero_grad()
+            x = bfloat16_tokens(rank).requires_grad_()
+            probs, routing_map = layer.router(x)
+            steps = layer.token_dispatcher
+            sent = steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
+            given = [t.detach().requires_grad_() for t in sent] if cut else sent
+            rows, counts, row_probs = steps.dispatch_postprocess(*given)
+            assert isinstance(counts, float8.Quantized) and rows.untyped_storage().nbytes() == 2
+            out = steps.combine_postprocess(steps.token_combine(layer.experts(rows, counts, row_probs)[0]))
+            out.backward(random(*out.shape, seed=7, dtype=out.dtype))
+            if cut:
+                torch.autograd.backward(sent, [t.grad for t in given])
+            results.append([out.detach(), x.grad, *grads_of(layer).values()])
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@on_ranks()
+def test_weights_are_quantised_once_a_step_and_are_never_old(rank: int):
+    """Whatever renews them: the result is that of a new layer with the same weights."""
+
+    def fresh(layer) -> torch.Tensor:
+        other = make_float8_layer()
+        other.load_state_dict(layer.state_dict())
+        return other(bfloat16_tokens(rank))[0]
+
+    def expect(layer, calls, number: int) -> None:
+        calls.clear()
+        with torch.no_grad():
+            for _ in range(3):
+                got = layer(bfloat16_tokens(rank))[0]
+            assert len(calls) == number
+            assert torch.equal(got, fresh(layer))
+
+    def without_a_trace(layer, factor: float) -> None:
+        """As Megatron's distributed optimizer writes weights: no version of a parameter changes."""
+        for weight in layer.experts.parameters():
+            weight.data.mul_(factor)
+
+    with in_float8(), counted() as calls:
+        layer = make_float8_layer()
+        expect(layer, calls, 1)
+        expect(layer, calls, 0)
+        without_a_trace(layer, 2)
+        layer.set_is_first_microbatch()
+        expect(layer, calls, 1)
+        with torch.no_grad():
+            layer.experts.linear_fc2.weight1.mul_(2)  # as PyTorch's optimizers do
+        expect(layer, calls, 1)
+        layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+        expect(layer, calls, 1)
+        # Megatron's way, in the middle of a step or of several, and back.
+        handle = layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
+        with plain_matrices():
+            layer(bfloat16_tokens(rank))
+        without_a_trace(layer, 0.5)
+        handle.remove()
+        expect(layer, calls, 1)
+        # A capture keeps nothing, and each of its passes quantises.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graphs, "stream_is_captured", lambda: True)
+            expect(layer, calls, 3)
+        without_a_trace(layer, 2)
+        expect(layer, calls, 1)
+        for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+            linear.disable_parameter_transpose_cache = True
+        expect(layer, calls, 3)
+
+
+@contextlib.contextmanager
+def plain_matrices():
+    """Megatron's experts in FP8 pad rows with Transformer Engine: here they run as in bfloat16."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    forward = TEGroupedMLP.forward.__wrapped__
+
+    def run(module, *given):
+        recipe, module.config.fp8 = module.config.fp8, None
+        try:
+            return forward(module, *given)
+        finally:
+            module.config.fp8 = recipe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TEGroupedMLP, "forward", experts.forward_grouped(run))
+        yield
+
+
+@on_ranks()
+def test_a_backward_reads_the_weights_of_its_forward(rank: int):
+    """New weights are new tensors: microbatches in flight keep theirs."""
+    with in_float8():
+        layer = make_float8_layer()
+        wanted = step(layer, bfloat16_tokens(rank))["input gradient"]
+        x = bfloat16_tokens(rank).requires_grad_()
+        output = layer(x)[0]
+        layer.set_is_first_microbatch()
+        with torch.no_grad():
+            layer(bfloat16_tokens(rank, 1))
+        (output * random(*x.shape, seed=7, dtype=output.dtype)).sum().backward()
+    assert torch.equal(x.grad, wanted)
+
+
+@on_ranks()
+def test_quantised_parameters_are_read_where_they_lie(rank: int):
+    with in_float8(), counted() as calls:
+        layer = make_float8_layer(parameters=True)
+        layer(bfloat16_tokens(rank))
+        one = experts._layers[layer.experts]
+        weight, (w1, _) = layer.experts.linear_fc1.weight1, one.weights._kept
+        read = [field[1].data_ptr() for field in w1]
+        names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+        assert read == [getattr(weight, name).data_ptr() for name in names] and not calls
+        # An optimizer writes the rows in place and throws the copies away, or writes both.
+        before = layer(bfloat16_tokens(rank))[0]
+        for one in layer.experts.parameters():
+            one.quantize_(one.dequantize() * 2)
+            one._columnwise_data = None
+        after = step(layer, bfloat16_tokens(rank))
+        for one in layer.experts.parameters():
+            one._rowwise_scale_inv.mul_(0.5)
+            one._columnwise_scale_inv.mul_(0.5)
+        assert torch.equal(layer(bfloat16_tokens(rank))[0], before) and not torch.equal(after["output"], before)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks()
+def test_rows_of_experts_in_fp8_are_not_padded(rank: int):
+    """Megatron's experts need groups of 16 rows. They get them if some rank's experts run so from the beginning."""
+    with in_float8(), dispatched() as sent, plain_matrices():
+        for number, refuses in enumerate((False, True), 1):
+            layer = make_float8_layer(number)
+            layer.token_dispatcher.expert_alignment = 16
+            if refuses and rank == 1:
+                hook(layer.experts.linear_fc1)
+            layer(bfloat16_tokens(rank))
+    assert sent[0] == (torch.float8_e4m3fn, 0) and sent[1][0] == torch.bfloat16 and sent[1][1] > 0
+
+
+@pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
+@on_ranks()
+def test_experts_of_one_rank_that_change_get_dequantised_rows(rank, mode):
+    """All ranks go on to quantise. Experts with a hook of their own see rows, those run by Megatron multiply them."""
+    with in_float8(mode) as printed, dispatched() as sent, plain_matrices():
+        layer = make_float8_layer()
+        wanted = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+        seen: list[torch.Tensor] = []
+        hooks = [layer.experts.linear_fc1.register_forward_hook(lambda *given: None)]
+        if mode == GROUPED_GEMMS:
+            hooks.append(layer.experts.register_forward_pre_hook(lambda module, given: seen.append(given[0])))
+        for one in hooks if rank == 1 else hooks[:0]:
+            layer.zero_grad()
+            got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+            assert_close(got, wanted, low=-1)
+            one.remove()
+        if rank == 0:
+            for one in hooks:
+                one.remove()
+            for _ in hooks:
+                layer.zero_grad()
+                got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+                assert_close(got, wanted, low=-1)
+    assert rank == 0 or mode == TWO_PARTS or len(seen) == 2 and all(rows.any(1).all() for rows in seen)
+    assert mode == TWO_PARTS or {dtype for dtype, _ in sent} == {torch.float8_e4m3fn}
+    assert rank == 0 or "TEColumnParallelGroupedLinear has hooks (forward_hooks)" in printed.getvalue()
+
+
+@on_ranks(4, Layout(ep=4))
+def test_all_ranks_quantise_or_none(rank: int):
+    """A hook on the experts of one rank wants rows: all send bfloat16, and their experts quantise them."""
+    with in_float8() as printed, dispatched() as sent:
+        layer = make_float8_layer()
+        wanted = step(layer, bfloat16_tokens(rank))
+        other = make_float8_layer(2)
+        if rank == 2:
+            hook(other.experts)
+        for _ in range(2):
+            got = step(other, bfloat16_tokens(rank))
+    assert [dtype for dtype, _ in sent] == [torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16]
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted), "quantising twice changes nothing"
+    text = (
+        "ep_dispatcher: the ranks of layer 2 do not dispatch quantised rows: 1 of 4 ranks cannot, the first is rank 2"
+    )
+    assert printed.getvalue().splitlines().count(text) == (rank == 0)
+
+
+# ---- which layers ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks()
+def test_layers_are_named_with_their_reasons(rank: int):
+    def change(**settings):
+        return lambda layer: [setattr(layer.config, name, value) for name, value in settings.items()]
+
+    def mix(layer):
+        quantise_parameters(layer)
+        for name, weight in layer.experts.linear_fc1._parameters.items():
+            layer.experts.linear_fc1._parameters[name] = torch.nn.Parameter(weight.dequantize())
+
+    def scale_rows(layer):
+        quantise_parameters(layer)
+        layer.experts.linear_fc1.weight0._is_2D_scaled = False
+
+    def capture(layer):
+        from megatron.core.transformer import enums
+
+        quantise_parameters(layer)
+        graphs_of(layer)
+        kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+        name = "cuda_graph_modules" if hasattr(layer.config, "cuda_graph_modules") else "cuda_graph_scope"
+        setattr(layer.config, name, [kind.attn])
+
+    recipe = "fp8 is {} with the recipe {}, not e4m3 with blockwise".format
+    reasons = [
+        (change(fp8="hybrid"), recipe("hybrid", "blockwise")),
+        (change(fp8_recipe="tensorwise"), recipe("e4m3", "tensorwise")),
+        (change(fp8_recipe="delayed"), recipe("e4m3", "delayed")),
+        (change(fp8_recipe="mxfp8"), recipe("e4m3", "mxfp8")),
+        (change(fp8=None, fp4="e2m1"), "fp4 is e2m1"),
+        (lambda layer: layer.experts.float(), "params_dtype is torch.float32 in FP8"),
+        (mix, "some of its weights are quantised"),
+        (scale_rows, "its weights have scales for 1 x 128"),
+        (capture, "CUDA graphs may contain its quantised weights, whose copies this Transformer Engine throws away"),
+    ]
+    with in_float8() as printed:
+        layers = []
+        for number, (make, _) in enumerate(reasons, 1):
+            layers.append(make_float8_layer(number, dispatcher="alltoall"))
+            make(layers[-1])
+        layers.append(make_float8_layer(10, dispatcher="alltoall", moe_ffn_hidden_size=40))
+        # The first and last two of 20 layers stay bfloat16, with whatever recipe.
+        bfloat16 = dict(num_layers=20, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
+        bfloat16 |= dict(num_layers_at_end_in_bf16=2)
+        for number in (2, 3, 18, 19):
+            layers.append(make_float8_layer(number, dispatcher="alltoall", **bfloat16))
+        layers[-1].config.fp8_recipe = "tensorwise"
+        grouped = [experts.is_grouped(layer.experts) for layer in layers]
+        ones = [experts._layers[layer.experts] for layer in layers]
+        line = said(printed)
+    assert grouped == [False] * 10 + [True] * 4
+    assert [one.float8 for one in ones[10:]] == [False, True, True, False]
+    assert [one.takes_quantised for one in ones[10:]] == [False, True, True, False]
+    if rank == 0:
+        head, _, others = line.partition(". Megatron's own way: ")
+        assert "4 of 14 MoE layers in grouped GEMMs, 2 of them in FP8" in head
+        wanted = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(reasons, 1)]
+        wanted.append("layer 10: its weights are no multiples of 16 in FP8")
+        assert others.split("; ") == wanted, others
+
+
+@on_ranks()
+def test_scales_of_other_values_and_old_gpus(rank: int):
+    with in_float8(), environment(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"):
+        layer = make_float8_layer(dispatcher="alltoall")
+        assert not experts.is_grouped(layer.experts)
+        assert experts._layers[layer.experts].why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
+
+
+@on_ranks()
+def test_layers_outside_the_context_run_in_bfloat16(rank: int):
+    """As Transformer Engine's own: the context says whether a pass is in FP8."""
+    with in_float8(), pytest.MonkeyPatch.context() as patch:
+        layer = make_grouped_layer(make_config(**GROUPED, **BFLOAT16))
+        wanted = step(layer, bfloat16_tokens(rank))
+        layer = make_float8_layer()
+        patch.setattr(float8, "is_on", lambda: False)
+        with dispatched() as sent:
+            got = step(layer, bfloat16_tokens(rank))
+        assert sent[0][0] == torch.bfloat16 and all(torch.equal(got[name], wanted[name]) for name in wanted)
+        patch.undo()
+        in_context = step(layer, bfloat16_tokens(rank))["output"]
+        assert not torch.equal(in_context, wanted["output"])
+        # A layer of multi-token prediction has the number of one that stays bfloat16.
+        layer, other = (make_float8_layer(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1) for _ in "12")
+        for one in (layer, other):
+            assert torch.equal(step(one, bfloat16_tokens(rank))["output"], wanted["output"])
+        patch.setattr(float8, "_manager", lambda: types.SimpleNamespace(is_fp8_enabled=lambda: True))
+        with dispatched() as sent:
+            assert torch.equal(step(layer, bfloat16_tokens(rank))["output"], in_context)
+        assert sent[0][0] == torch.float8_e4m3fn
+        assert not experts._layers[other.experts].float8, "it has not run inside the context"
