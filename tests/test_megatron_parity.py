@@ -233,6 +233,30 @@ def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
     assert out.tolist() == grad.tolist() == [2, 2, 2] and not entered
 
 
+def test_errors_in_fp8_are_shown_beside_those_without_it():
+    """Transformer Engine runs on no CPU: what the tool makes of the results of its layers."""
+    from ep_dispatcher.tools.parity import report
+
+    exact = torch.tensor([3.0, 4.0])
+    shifts = dict(ours=0.3, theirs=0.4, plain=0.01)
+    ours, theirs, plain = (exact + torch.tensor([0.0, 5 * shift]) for shift in shifts.values())
+    config = types.SimpleNamespace(params_dtype=torch.bfloat16, fp8="e4m3", moe_router_topk=2)
+    config.expert_tensor_parallel_size = 1
+    rows = [
+        report.Row(name, [report.part_of(ours, theirs, exact, plain, "rank 0", None)], config)
+        for name in ("output", "input gradient")
+    ]
+    size = float(theirs.norm()) / 5
+    wanted = [f"{shift / size:.1e}" for shift in shifts.values()]
+    head, line, _ = report.table(rows).splitlines()
+    assert head.split()[-2:] == ["without", "FP8"] and [line.split()[i] for i in (6, 7, 9)] == wanted
+    said = " ".join(report.verdict(rows).split())
+    ours, theirs, plain = (f"{shift / size:.2%}" for shift in shifts.values())
+    assert f"input gradient {ours} (Megatron's {theirs}, without FP8 or FP4 {plain})" in said
+    config.fp8 = None
+    assert "FP8" not in report.verdict(rows) + report.table(rows)
+
+
 @pytest.mark.parametrize(
     "flags, named",
     [

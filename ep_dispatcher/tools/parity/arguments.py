@@ -136,6 +136,7 @@ def _flags_of_megatron() -> dict[str, dict[str, Any]]:
         found[_flag(name)] = dict(dest=name, action="store_true")
     for name in {"cuda_graph_scope", "cuda_graph_modules"} & fields.keys():
         found[_flag(name)] = dict(dest=name, nargs="*")
+    found["--fp8-param-gather"] = dict(dest="fp8_param", action="store_true")
     found["--moe-router-load-balancing-type"] = dict(dest="moe_router_load_balancing_type", nargs="+")
     found["--moe-aux-loss-coeff"] = dict(dest="moe_aux_loss_coeff", nargs="+", type=float)
     for name, one in fields.items():

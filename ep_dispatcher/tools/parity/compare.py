@@ -14,7 +14,8 @@ The rule: a tensor is the same if its largest difference is at most `limit` time
   FP8, FP4            1/8: rows in another order may share other scales
 Below float32 there is a second rule. Megatron's layer also runs in float32, on the same weights and routing logits.
 The root mean square distance of this dispatcher from that run, over all ranks and steps, must be at most 1.25 times
-that of Megatron's own, plus a quarter of a rounding of the tensor's root mean square.
+that of Megatron's own, plus a quarter of a rounding of the tensor's root mean square. In FP8 and FP4 the distance of
+Megatron's layer without them is shown beside it.
 
 Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
 exits with 1 for all but 0.)
@@ -50,7 +51,7 @@ from ep_dispatcher.tools.parity.profile import Profile, profile_layer
 from ep_dispatcher.tools.parity.profile import table as profile_table
 from ep_dispatcher.tools.parity.report import Part, Row, Seconds
 
-OURS, FLOAT32 = "ep_dispatcher", "float32"
+OURS, FLOAT32, UNQUANTISED = "ep_dispatcher", "float32", "without FP8 or FP4"
 say = partial(print, flush=True)
 
 
@@ -160,6 +161,7 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
         dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
         engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
         grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(layers[name].experts) else ""
+        grouped += ", in FP8" * experts.is_float8(layers[name].experts)
         lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {kind}{grouped}")
     return "\n".join(lines)
 
@@ -196,8 +198,12 @@ def _make_layers(run: Run) -> dict[str, Any]:
     ours = settings | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": OURS}
     wanted = {OURS: ours, run.reference: theirs}
     if dtype != torch.float32:
-        low = ("bf16", "fp16", "fp8", "fp4", "fp8_recipe", "fp4_recipe", "moe_router_padding_for_quantization")
-        wanted[FLOAT32] = {n: v for n, v in theirs.items() if n not in low} | {"params_dtype": torch.float32}
+        low = ["bf16", "fp16", "fp8", "fp4", "fp8_recipe", "fp4_recipe", "fp8_param", "fp4_param"]
+        low.append("moe_router_padding_for_quantization")
+        plain = {n: v for n, v in theirs.items() if n not in low}
+        wanted[FLOAT32] = plain | {"params_dtype": torch.float32}
+        if settings.get("fp8") or settings.get("fp4"):
+            wanted[UNQUANTISED] = plain | {n: theirs[n] for n in ("bf16", "fp16") if n in theirs}
     layers, refusal = {}, None
     try:
         for name, one in wanted.items():
@@ -214,8 +220,8 @@ def _make_layers(run: Run) -> dict[str, Any]:
     for layer in layers.values():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             tensor.detach().copy_(values[name])
-    if FLOAT32 in layers:
-        _follow_routing(reference.router, layers[FLOAT32].router)
+    for name in layers.keys() & {FLOAT32, UNQUANTISED}:
+        _follow_routing(reference.router, layers[name].router)
     return layers
 
 
@@ -386,7 +392,7 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
     for step in range(run.args.steps):
         first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
         _show_progress(f"comparing, step {step + 1} of {run.args.steps}{first}")
-        results: dict[str, dict[str, Tensor | None]] = {FLOAT32: {}}
+        results: dict[str, dict[str, Tensor | None]] = {FLOAT32: {}, UNQUANTISED: {}}
         x, grad = _tokens(run, step)
         for name in (run.reference, OURS, *layers.keys() - {run.reference, OURS}):  # float32 follows the reference
             x, grad = _on_device(layers[name], x, grad)
@@ -397,7 +403,8 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
             where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
             theirs = results[run.reference][name]
             if ours is not None and theirs is not None:
-                parts.append(report.part_of(ours, theirs, results[FLOAT32].get(name), where, expert))
+                others = results[FLOAT32].get(name), results[UNQUANTISED].get(name)
+                parts.append(report.part_of(ours, theirs, *others, where, expert))
             elif (either := ours if theirs is None else theirs) is not None:
                 parts.append(Part(tuple(either.shape), where, expert))
     everyone = _gather(mine)

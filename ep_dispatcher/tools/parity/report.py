@@ -29,10 +29,14 @@ class Part(NamedTuple):
     expert: int | None
     largest: float = 0.0  # of Megatron's absolute values
     difference: float = math.inf  # if only one of them has this gradient
-    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # sums: Megatron's values, our and its distance from float32
+    # Sums: Megatron's values; the distances from float32 of ours, of Megatron's, and of Megatron's unquantised.
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
 
-def part_of(ours: Tensor, theirs: Tensor, exact: Tensor | None, where: str, expert: int | None) -> Part:
+def part_of(
+    ours: Tensor, theirs: Tensor, exact: Tensor | None, plain: Tensor | None, where: str, expert: int | None
+) -> Part:
+    """Compare a tensor. exact: in float32; plain: not quantised, if the others are"""
     shape = tuple(theirs.shape)
     if ours.shape != theirs.shape:
         return Part(shape, where, expert)
@@ -41,7 +45,8 @@ def part_of(ours: Tensor, theirs: Tensor, exact: Tensor | None, where: str, expe
     if exact is None:
         return Part(shape, where, expert, largest, difference)
     exact = exact.double()
-    squares = tuple(float(t.square().sum()) for t in (theirs, ours - exact, theirs - exact))
+    plain = exact if plain is None else plain.double()
+    squares = tuple(float(t.square().sum()) for t in (theirs, ours - exact, theirs - exact, plain - exact))
     return Part(shape, where, expert, largest, difference, squares)
 
 
@@ -81,6 +86,14 @@ class Row:
         return near, far, SLACK * far + SLACK_ROUNDINGS * ROUNDING[self.config.params_dtype]
 
     @property
+    def unquantised(self) -> float | None:
+        """Megatron's distance from float32 without FP8 and FP4. None if there is nothing to compare it with."""
+        if self.distances is None or not quantises(self.config):
+            return None
+        squares, distance = (sum(part.squares[i] for part in self.parts) for i in (0, 3))
+        return math.sqrt(_ratio(distance, squares))
+
+    @property
     def ok(self) -> bool:
         near = self.distances is None or self.distances[0] <= self.distances[2]
         return self.relative <= self.limit and near
@@ -92,7 +105,7 @@ class Row:
         return "gradient of " + self.name.replace("local_experts.*", "*")
 
     def cells(self) -> list[str]:
-        """Return title, shape, largest value, difference, relative, limit, the distances, and the verdict."""
+        """Return title, shape, largest value, difference, relative, limit, all distances, and the verdict."""
         experts = {part.expert for part in self.parts} - {None}
         shape = [max(sizes) for sizes in zip(*(part.shape for part in self.parts))]  # the number of tokens may differ
         worst = max(self.parts, key=lambda part: part.difference, default=None)
@@ -101,12 +114,13 @@ class Row:
         if not self.ok:
             verdict = f"DIFFERENT ({worst.where})" if worst and difference else "DIFFERENT"
         numbers = [self.largest, difference, self.relative, self.limit, *(self.distances or ())]
+        numbers += [] if self.unquantised is None else [self.unquantised]
         shown = ["0" if number == 0 else f"{number:.1e}" for number in numbers]
         return [
             self.title,
             (f"{len(experts)} x " if experts else "") + str(shape),
             *shown,
-            *[""] * (7 - len(shown)),
+            *[""] * (8 - len(shown)),
             verdict,
         ]
 
@@ -120,9 +134,13 @@ def _ratio(value: float, of: float) -> float:
 def limit_of(config) -> float:
     if config.params_dtype == torch.float32:
         return LIMIT_FLOAT32
-    if config.fp8 or getattr(config, "fp4", None):
+    if quantises(config):
         return LIMIT_QUANTISED
     return (config.moe_router_topk * config.expert_tensor_parallel_size + 2) * ROUNDING[config.params_dtype]
+
+
+def quantises(config) -> bool:
+    return bool(config.fp8 or getattr(config, "fp4", None))
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -162,10 +180,11 @@ def settings_of(config) -> list[str]:
 
 def table(rows: list[Row]) -> str:
     """Return a table with a line per tensor; below float32 also the distances from float32."""
-    heads = ["tensor", "shape", "largest", "difference", "relative", "limit", "from f32", "Megatron's", "allowed", ""]
-    lines = [heads, *(row.cells() for row in rows)]
-    if not any(row.distances for row in rows):
-        lines = [line[:6] + line[9:] for line in lines]
+    heads = ["tensor", "shape", "largest", "difference", "relative", "limit"]
+    heads += ["from f32", "Megatron's", "allowed", "without FP8", ""]
+    cells = [row.cells() for row in rows]
+    empty = {i for i in range(6, 10) if not any(line[i] for line in cells)}
+    lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in (heads, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = [
         [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line[:-1], widths))] + line[-1:]
@@ -219,7 +238,20 @@ def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
 
 def verdict(rows: list[Row]) -> str:
     names = [row.title for row in rows if not row.ok]
-    return wrap("DIFFERENT: " + ", ".join(names)) if names else "the same within rounding"
+    errors = _errors(rows)
+    said = wrap("DIFFERENT: " + ", ".join(names)) if names else "the same within rounding"
+    return f"{said}\n{wrap(errors)}" if errors else said
+
+
+def _errors(rows: list[Row]) -> str:
+    """Return a sentence about the errors of quantised runs; nothing of others."""
+    found = []
+    for name in ("output", "input gradient"):
+        for row in rows:
+            if row.name == name and row.distances and row.unquantised is not None:
+                ours, theirs, _ = row.distances
+                found.append(f"{name} {ours:.2%} (Megatron's {theirs:.2%}, without FP8 or FP4 {row.unquantised:.2%})")
+    return f"Relative error, as the distance from float32: {', '.join(found)}." if found else ""
 
 
 def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, dict[str, Seconds]]) -> dict[str, Any]:
@@ -239,6 +271,7 @@ def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, d
             "limit": row.limit,
             "distance_from_float32": ours,
             "reference_distance_from_float32": theirs,
+            "unquantised_distance_from_float32": None if row.unquantised is None else number(row.unquantised),
             "ok": row.ok,
         }
     return {
