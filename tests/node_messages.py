@@ -8,14 +8,16 @@ Flags beside those of node_protocol.py: ``ready`` (rank, node, wire flag and ind
 ``moved`` (receiver, sender's node, message).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from node_model import LATE_WRITE, Agent, Place
+from node_model import EPOCHS, LATE_WRITE, Agent, Place
 from node_protocol import COMBINES, COUNTED, HOOKED, Operation, Protocol, Rank
 
 READY = "a message waits until it is ready"
 MOVED = "flags rise behind a message"
+EPOCH = "no flag rises behind a message that was not ready: its sender has aborted"
+GARBAGE = EPOCHS - 1  # content of such a message
 
 
 class Message(NamedTuple):
@@ -80,11 +82,13 @@ class MessageOperation(Operation):
         agent = self.agent("side stream")
         if self.epoch > 1:
             agent.wait(("streamed", self.me), self.epoch - 1)
-        agent.wait(("begun", self.me), self.epoch)
         for number, message in enumerate(self.messages()):
-            if message.second and self.twice:
+            is_broken = self.is_broken(self.me, number)
+            if not is_broken:
+                agent.wait(("begun", self.me), self.epoch)
+            if message.second and self.twice and not is_broken:
                 agent.wait(("launched", self.me), self.epoch)
-            for node in self.others if self.keeps(READY) else ():
+            for node in self.others if self.keeps(READY) and not is_broken else ():
                 agent.wait(("ready", self.me, node, message.flag, *message.chunk), self.epoch)
             agent.raise_flag(("posted", self.me, number), self.epoch)
             for node in self.others:
@@ -92,10 +96,15 @@ class MessageOperation(Operation):
             for node in self.others if self.keeps(MOVED) else ():
                 agent.wait(("moved", self.me, node, number), self.epoch)  # received
                 agent.wait(("moved", (node, self.local), self.node, number), self.epoch)  # sent
-            for node in self.others:
-                agent.raise_flag((message.flag, self.me, node, *message.chunk), self.epoch)
+            for node in self.others if not is_broken else ():
+                if not (self.keeps(EPOCH) and self.is_broken((node, self.local), number)):
+                    agent.raise_flag((message.flag, self.me, node, *message.chunk), self.epoch)
         agent.raise_flag(("streamed", self.me), self.epoch)
         agent.end_event()
+
+    def is_broken(self, rank: Rank, number: int) -> bool:
+        """Return whether a rank has aborted before this message was ready."""
+        return rank in self.protocol.broken and (self.epoch, number) >= self.protocol.broken[rank]
 
     def move(self, number: int, message: Message, node: int) -> None:
         """Bring my part of a message to a rail peer, once both have posted it."""
@@ -103,21 +112,35 @@ class MessageOperation(Operation):
         wire = self.agent(f"message {number} to {node}")
         wire.wait(("posted", self.me, number), self.epoch)
         wire.wait(("posted", peer, number), self.epoch)
+        is_broken = self.is_broken(self.me, number)
         for there, here, content in self.arrays(message, node):
+            if is_broken:
+                wire._step("accesses", LATE_WRITE, there, GARBAGE, ends=("raises",))
+                continue
             if here is not None:
                 wire.read(here, content)
-            wire.write(there, content)
-        if message.flag == "call_arrived" and self.epoch > 1:
+            if not self.is_broken(peer, number):  # else nobody reads it: that rank has stopped
+                wire.write(there, content)
+        if message.flag == "call_arrived" and self.epoch > 1 and not self.is_broken(peer, number):
             # The Call of the other parity comes again, with the content that it has there.
             there = ("call", peer, (self.epoch - 1) % 2, self.me)
-            wire.read(("call", self.me, (self.epoch - 1) % 2, self.me), self.epoch - 1)
+            if not is_broken:
+                wire.read(("call", self.me, (self.epoch - 1) % 2, self.me), self.epoch - 1)
             wire._step("accesses", LATE_WRITE, there, self.epoch - 1, ends=("raises",))
         wire.raise_flag(("moved", peer, self.node, number), self.epoch)
         wire.end_event()
 
 
 class MessageProtocol(Protocol):
-    """A Protocol over messages. All ranks have the same program: differing ranks end the buffer."""
+    """A Protocol over messages. All ranks have the same program: differing ranks end the buffer.
+
+    ``broken``: ranks that abort, and of each the first message that was not ready: (epoch, number). Its side stream
+    goes on, and exchanges all further messages at once, whatever its arrays hold.
+    """
+
+    def __init__(self, *args, broken: Mapping[Rank, tuple[int, int]] | None = None, **options):
+        self.broken = broken or {}
+        super().__init__(*args, **options)
 
     def make_operation(self, rank: Rank, epoch: int) -> None:
         MessageOperation(self, rank, epoch)

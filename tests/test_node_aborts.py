@@ -5,8 +5,8 @@ listens to one rank, the flag's raiser: if this rank has aborted and the flag is
 Limits of waits are left out: what ends here ends without them.
 
 An abort only takes events away. So all reads stay right: a read that happens has all its causes before it, as in the
-order without the abort that begins with the same events. That no rank waits for ever follows from three things, for any
-number of aborts at any time:
+order without the abort that begins with the same events. (Messages of the NCCL wire go on: test_node_model.py.) That no
+rank waits for ever follows from three things, for any number of aborts at any time:
 
 1. Without aborts no rank waits for ever (``check_order``), so no waits form a circle.
 2. Each agent listens to the very rank that raises the flag (``deaf_waits``).

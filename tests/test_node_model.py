@@ -13,6 +13,7 @@ has aborts.
 """
 
 import random
+from collections.abc import Iterator
 from itertools import product
 
 import node_messages as messages
@@ -344,6 +345,30 @@ def test_each_rule_is_needed_by_messages(rule):
         for unusable in ((), (1, 2))
     ]
     assert set().union(*(check_order(model.events).faults for model in models)) == NEEDED_BY_MESSAGES[rule]
+
+
+PROGRAMS_OF_MESSAGES = [DISPATCH, COMBINE, DISPATCH, COMBINE], [COUNTED, CACHED, HOOKED], [FACTORED, HOOKED, FACTORED]
+
+
+def broken(program, **options) -> Iterator[Protocol]:
+    """A rank aborts before a message, any one of the program."""
+    for epoch, number, blocks in product(range(1, len(program) + 1), range(4), BOTH):
+        yield over_messages((2, 2, 2), program, broken={(0, 1): (epoch, number)}, blocks=blocks, **options)
+
+
+@pytest.mark.parametrize("program", PROGRAMS_OF_MESSAGES)
+def test_nobody_takes_the_messages_of_a_rank_that_has_aborted(program):
+    for model in broken(program):
+        assert check_order(model.events).faults <= {"deadlock"}, model.broken  # the limits of waits end it
+
+
+def test_messages_of_a_rank_that_has_aborted_would_be_taken():
+    faults = set()
+    for program in PROGRAMS_OF_MESSAGES:
+        for model in broken(program, without=[messages.EPOCH]):
+            faults |= check_order(model.events).faults
+    cells = ("call", "counts", "items", "table_in", "staging", "weights", "sums", "rail weights")
+    assert faults >= {f"stale {cell}" for cell in cells}
 
 
 def falls(findings) -> bool:

@@ -98,6 +98,9 @@ struct Region {
   // peer's flag will cover is ready to be sent. Read by the kernels between messages (messages.cuh).
   uint64_t* ready;
   size_t wire_flags;  // uint64 in one copy
+  // NCCL wire: [num_nodes] the epoch of a message, sent behind its arrays; 0 from a rank that has aborted before they
+  // were ready. That of the own node is written by the kernels between messages, and those of others are received.
+  uint64_t* message_epochs;
   // About a rank: written by the rank or by its relay, read by this rank.
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
   char* slots;  // [ranks_per_node, max_tokens, slot_stride] partial sums of this rank's tokens, by receiver and number.
@@ -159,6 +162,7 @@ Region carve_region(C& c, const Config& config) {
   c.take(region.ready, kFlags, 0);  // its address
   region.wire_flags = region.ready - region.inbox_free;
   c.take(region.ready, kFlags, others * region.wire_flags);
+  c.take(region.message_epochs, kFlags, others > 0 ? config.num_nodes : 0);
   const size_t few_tokens = config.plans_directly ? config.max_tokens : 0;
   c.take(region.called, kFlags, 2 * ranks * Call::kNumWords);
   c.take(region.choices, "choices", 2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);

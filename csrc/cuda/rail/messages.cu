@@ -13,18 +13,24 @@ constexpr size_t kBytes = 8 << 20;
 
 // [warp] Raise the flags of a message that has arrived, and wait until the next one is ready. The wait ends with this
 // rank's abort; it needs no limit, because the operation's kernel has one. After an abort raise nothing: the message
-// may not be here.
+// may not be here. NCCL sends the next one all the same, so its epoch tells the rail peers whether it is ready.
 __global__ void between(const __grid_constant__ Between params) {
   const int lane = threadIdx.x;
   const auto* const state = static_cast<const volatile State*>(params.state);
   const uint64_t epoch = state->epoch + 1;
-  if (lane < params.num_raisers && state->aborted == 0) {
+  if (lane < params.num_raisers && state->aborted == 0 &&
+      params.message_epochs[lane + (lane >= params.node)] == epoch) {
     ptx::fence_system();
     for (int i = 0; i < params.num_flags; ++i) ptx::store_relaxed(params.raises[lane] + i, epoch);
   }
-  if (lane >= params.num_waits) return;
-  for (int turn = 1; ptx::load_acquire(params.waits[lane]) < epoch; ++turn)
-    if (turn % 32 == 0 && state->aborted != 0) break;
+  if (params.num_waits == 0) return;
+  bool ready = lane >= params.num_waits;
+  for (int turn = 1; !ready; ++turn) {
+    ready = ptx::load_acquire(params.waits[lane]) >= epoch;
+    if (!ready && turn % 32 == 0 && state->aborted != 0) break;
+  }
+  ready = __all_sync(~0u, ready);
+  if (lane == 0) params.message_epochs[params.node] = ready ? epoch : 0;
 }
 
 }  // namespace
@@ -56,6 +62,8 @@ void Messages::follow(cudaStream_t stream) const {
 
 void Messages::launch_between() {
   between_.state = context_.state;
+  between_.message_epochs = context_.own.message_epochs;
+  between_.node = context_.node;
   between<<<1, 32, 0, stream_>>>(between_);
   check(cudaGetLastError(), "launch");
   between_ = Between{};
@@ -77,10 +85,12 @@ void Messages::exchange(uint64_t* flags, int max_chunks, int begin, int end, con
   launch_between();
   comm_->group([&] {
     each_node([&](int node) {
-      arrays(node, [&](const Array& array) {
+      const auto add = [&](const Array& array) {
         comm_->send(array.local, array.bytes, node, stream_);
         comm_->receive(array.received, array.bytes, node, stream_);
-      });
+      };
+      arrays(node, add);
+      add(Array{own.message_epochs + context_.node, own.message_epochs + node, sizeof(uint64_t)});
     });
   });
   each_node(

@@ -18,6 +18,8 @@ namespace ep::cuda {
 // The parameters of the kernel between two messages. It raises wire flags of one message, then waits for another one.
 struct Between {
   const State* state;
+  uint64_t* message_epochs;  // as in Region
+  int node;                  // of this rank
   int num_raisers = 0, num_flags = 0, num_waits = 0;
   uint64_t* raises[kMaxNodes];       // of each other node, the first of num_flags to be raised
   const uint64_t* waits[kMaxNodes];  // flags of Region::ready to wait for
