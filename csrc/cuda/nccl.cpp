@@ -2,9 +2,11 @@
 
 #include <dlfcn.h>
 
+#include <chrono>
 #include <climits>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "cuda/device/check.h"
 
@@ -127,8 +129,11 @@ void NcclComm::receive(void* memory, size_t bytes, int rank, cudaStream_t stream
 }
 
 void NcclComm::free(bool aborts) {
-  void* const comm = comm_;
-  comm_ = nullptr;
+  void* comm;
+  {
+    const std::unique_lock lock(mutex_, std::chrono::seconds(1));
+    comm = std::exchange(comm_, nullptr);
+  }
   if (comm) check_nccl(aborts ? library().abort(comm) : library().destroy(comm), aborts ? "abort" : "end");
 }
 

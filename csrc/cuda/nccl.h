@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <mutex>
 #include <string>
 
 namespace ep::cuda {
@@ -21,9 +22,11 @@ class NcclComm {
   NcclComm& operator=(const NcclComm&) = delete;
 
   // [host] Send and receive in one group: `run()` calls send and receive. All begin together, in the stream given to
-  // them. Those of two ranks match in order.
+  // them. Those of two ranks match in order. Do nothing after an abort: kernels do nothing then either.
   template <class Run>
   void group(const Run& run) const {
+    const std::lock_guard lock(mutex_);
+    if (!comm_) return;
     begin();
     try {
       run();
@@ -37,7 +40,8 @@ class NcclComm {
   void receive(void* memory, size_t bytes, int rank, cudaStream_t stream) const;
 
   // [host] Free the communicator, once: after all sends have left, or with `aborts` at once. May wait for other ranks
-  // or for graphs, so call it in a thread. With `aborts`, kernels under way end soon after the call.
+  // or for graphs, so call it in a thread. With `aborts`, kernels under way end soon after the call. Wait for a group
+  // under way first, but not for ever: its launches may wait for kernels that only an abort ends.
   void free(bool aborts);
 
  private:
@@ -46,6 +50,7 @@ class NcclComm {
   void cancel() const;
 
   void* comm_ = nullptr;
+  mutable std::timed_mutex mutex_;  // held in a group
 };
 
 }  // namespace ep::cuda

@@ -21,7 +21,7 @@ from ep_dispatcher.gather import GRACE_S, PeersLate
 from ep_dispatcher.threads import StoreHangs, in_thread
 
 END_S = 1.0  # how long destroy() waits for NCCL to free a communicator. NCCL waits for graphs that use it
-LOOK_S = 1.0  # how often the thread looks for the report of a late rank
+LOOK_S = 1.0  # how often the thread looks for reports
 
 
 class NcclRail:
@@ -60,7 +60,11 @@ class NcclRail:
                 others = [rank for rank in topology.rail if rank != topology.rank]
                 raise PeersLate(f"NCCL waited {config.timeout_s} s for other ranks", others) from error
 
-        config.gather("NCCL's start", start_in_thread, waits_for_peers=True)
+        try:
+            config.gather("NCCL's start", start_in_thread, waits_for_peers=True)
+        except BaseException:  # of any rank: no object has this communicator
+            self.free()
+            raise
 
     def serve(self, engine: _C_cuda.Engine) -> None:
         """Let the engine send by this communicator."""
@@ -90,7 +94,7 @@ def version() -> str:
 
 class Watched(Protocol):
     def end_late_messages(self) -> bool:
-        """Abort the communicator if a kernel has reported a late rank. Return whether that is done, or not needed."""
+        """Abort the communicator if ranks are late, or out of step. Return whether that is done, or not needed."""
 
 
 def watch(engine: Watched) -> None:
