@@ -3,6 +3,7 @@
 #include <atomic>
 #include <iterator>
 #include <memory>
+#include <optional>
 
 #include "bindings.h"
 #include "cuda/device/check.h"
@@ -37,13 +38,23 @@ std::vector<char*> pointers(const std::vector<Address>& addresses) {
   return result;
 }
 
+// Let other threads run while messages are launched: a full queue makes the host wait until one of them aborts NCCL.
+struct OthersRun {
+  std::optional<py::gil_scoped_release> release;
+  explicit OthersRun(const ep::cuda::Engine& engine) {
+    if (engine.sends_messages()) release.emplace();
+  }
+};
+
 template <bool kStages, bool kPulls>
 void launch_dispatch(const ep::cuda::Engine& engine, const ep::cuda::DispatchArgs& args, Address plan, Address stream) {
+  const OthersRun others_run(engine);
   engine.dispatch(args, pointer<int32_t>(plan), kStages, kPulls, pointer<CUstream_st>(stream));
 }
 
 template <bool kPushes, bool kReduces>
 void launch_combine(const ep::cuda::Engine& engine, const ep::cuda::CombineArgs& args, Address plan, Address stream) {
+  const OthersRun others_run(engine);
   engine.combine(args, pointer<int32_t>(plan), kPushes, kReduces, pointer<CUstream_st>(stream));
 }
 
@@ -203,11 +214,15 @@ PYBIND11_MODULE(EP_MODULE, m) {
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
-      // Return whether `late` or `take_error` returns anything.
+      // Return whether ranks that differ may have different messages under way. Then no later operation runs.
+      .def("out_of_step",
+           [](const Engine& e) { return *static_cast<const volatile uint32_t*>(&e.report().out_of_step) != 0; })
+      // Return whether `late`, `out_of_step` or `take_error` returns anything.
       .def("has_report",
            [](const Engine& e) {
              const Report& report = e.report();
              return *static_cast<const volatile uint32_t*>(&report.aborted) != 0 ||
+                    *static_cast<const volatile uint32_t*>(&report.out_of_step) != 0 ||
                     *static_cast<const volatile int32_t*>(&report.error) != 0;
            })
       // Return None, or after an abort (operation, phase, epoch, [ranks waited for], seconds waited).

@@ -314,6 +314,11 @@ def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> V
     return DisagreementError(text)
 
 
+def unknown_disagreement() -> ValueError:
+    """Return the error of unequal fields that kernels did not report, because of an earlier error."""
+    return DisagreementError("an operation after the last error: all ranks must call and give the same")
+
+
 def too_few_rows(needs: Iterable[tuple[int, int]], label: int = 0) -> TooFewRowsError:
     """``needs``: (rows that are needed, max_recv_rows or -1 for none) of each rank, in rank order."""
     short = {rank: (needed, given) for rank, (needed, given) in enumerate(needs) if needed > given >= 0}

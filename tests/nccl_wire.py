@@ -211,6 +211,7 @@ def check_differ(rank: int, case: Case) -> None:
             buffer.combine(outputs(rank, 200, device="cuda"), out.handle)
         else:
             buffer.dispatch(*given, max_recv_rows=200)
+        torch.cuda.synchronize()  # messages that do not fit together end meanwhile
         buffer.check()
     with pytest.raises(ValueError):
         buffer.dispatch(*given, max_recv_rows=200)
@@ -222,6 +223,34 @@ def check_differ(rank: int, case: Case) -> None:
 
 def differ(pool: RankPool, case: Case) -> None:
     pool.run(check_differ, case)
+
+
+def check_broken(rank: int, case: Case) -> None:
+    """Rank 0 aborts, but its messages are enqueued, and leave. Nobody takes them."""
+    buffer = make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node, timeout_s=LIMIT_S)
+    given = inputs(rank, device="cuda")
+    buffer.dispatch(*given, max_recv_rows=200)
+    buffer.check()
+    dist.barrier()
+    if rank == 0:
+        torch.cuda._sleep(10**9)  # the abort comes before the kernel
+        buffer.dispatch(*given, max_recv_rows=200)
+        buffer.live_engine()._aborts.run()
+    else:
+        with pytest.raises(ep.PeerTimeoutError) as caught:
+            buffer.dispatch(*given, max_recv_rows=200)
+            buffer.check()
+        assert 0 in caught.value.late_ranks, caught.value
+    dist.barrier()
+    buffer.live_engine().give_up("was tested", RuntimeError("the abort of rank 0"))
+    buffer.destroy()
+    dist.barrier()
+    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as again:
+        round_trip(again)
+
+
+def broken(pool: RankPool, case: Case) -> None:
+    pool.run(check_broken, case)
 
 
 def check_suspend(rank: int, case: Case) -> None:
@@ -340,6 +369,7 @@ PARTS = dict(
     two_buffers=two_buffers,
     late=late,
     differ=differ,
+    broken=broken,
     suspend=suspend,
     speed=speed,
 )

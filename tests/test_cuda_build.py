@@ -111,7 +111,11 @@ def test_the_host_reads_what_kernels_report(host_side):
     words[4] = 1
     assert engine.late() == ("combine", "partial sums", 42, [1, 34], 2.5)
     assert engine.wait_for_counts(8, 10.0) == -1  # at once: a kernel has aborted
-    words[12] = 4
+    words[4] = 0
+    assert not engine.out_of_step() and not engine.has_report()
+    words[12] = 1
+    assert engine.out_of_step() and engine.has_report() and engine.wait_for_counts(8, 10.0) == -1
+    words[13] = 4
     words[14:18] = torch.tensor([3, 1, 0, 2])
     longs[9] = 2**40
     longs[10:14] = torch.tensor([5, 6, 7, 8])
@@ -131,7 +135,10 @@ class Engine:
     """Stands for the engine in C++, with what its kernels have reported."""
 
     def __init__(self, late=None, mistake=None):
-        self._late, self._mistake = late, mistake
+        self._late, self._mistake, self.is_out_of_step = late, mistake, False
+
+    def out_of_step(self):
+        return self.is_out_of_step
 
     def late(self):
         return self._late
@@ -148,16 +155,16 @@ class Gone:
         raise RuntimeError("gone")
 
 
-def reports_of(late=None, mistake=None, masks=False):
+def reports_of(late=None, mistake=None, masks=False, has_messages=False):
     """Rank 0 of 3: (its reports, a list that grows when it aborts)."""
     from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
     from ep_dispatcher.engines.health import Health
     from ep_dispatcher.engines.optional.masks import Masks
 
     aborts = []
-    config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3))
+    config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3, node_ranks=(0, 1, 2)))
     health = Health(lambda: aborts.append(1))
-    return KernelReports(Engine(late, mistake), config, health, Masks(health) if masks else None), aborts
+    return KernelReports(Engine(late, mistake), config, health, Masks(health) if masks else None, has_messages), aborts
 
 
 def late_report():
@@ -210,6 +217,24 @@ def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake
             reports.raise_found(ends=ends)
         seen.append(str(caught.value))
     assert len(set(seen)) == 1 and seen[0].startswith(said) and "destroy() this" in seen[0]
+    assert aborts == [1]
+
+
+@needs_module
+@pytest.mark.parametrize("mistake", [MISTAKES[0][0], MISTAKES[2][0], MISTAKES[-1][0], None])
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_ranks_that_differ_end_the_use_of_a_buffer_with_messages(mistake, when):
+    """Also where an earlier error, dropped or not, has kept the kernels from publishing the difference."""
+    reports, aborts = reports_of(mistake=mistake and report_of(*mistake), has_messages=True)
+    reports.overlooks = lambda error: True
+    differs = mistake == MISTAKES[-1][0]
+    if when == "later" and not differs:
+        reports.raise_found(ends=False)
+        assert not aborts
+    reports._engine.is_out_of_step = not differs
+    for ends in (False, True):
+        with pytest.raises(ValueError, match="messages of the NCCL wire do not fit together; destroy"):
+            reports.raise_found(ends=ends)
     assert aborts == [1]
 
 

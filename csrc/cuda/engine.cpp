@@ -81,7 +81,7 @@ int64_t Engine::wait_for_counts(uint64_t ticket, double slice_s) const {
   const auto* report = static_cast<const volatile Report*>(context_.report);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
   for (int turn = 0; report->counted != ticket; ++turn) {
-    if (report->aborted != 0) return -1;
+    if (report->aborted != 0 || report->out_of_step != 0) return -1;
     if (turn % 1024 == 0 && std::chrono::steady_clock::now() > end) return -2;
     if (turn > 1 << 16) std::this_thread::yield();
   }

@@ -94,6 +94,7 @@ class Engine {
   // [host] Send to other nodes by messages, before the first launch. `comm`: of this rank's rail; its ranks are the
   // nodes.
   void send_by(std::shared_ptr<NcclComm> comm);
+  bool sends_messages() const { return messages_ != nullptr; }
   bool has_captured_messages() const;
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
@@ -109,7 +110,8 @@ class Engine {
 
   const Report& report() const { return *context_.report; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
-  // abort by a kernel of this rank, or -2 when the time is up. An abort by the host shows as -2.
+  // abort by a kernel of this rank or with ranks out of step, or -2 when the time is up. An abort by the host shows as
+  // -2.
   int64_t wait_for_counts(uint64_t ticket, double slice_s) const;
   // [host] Allow kernels to publish the next error.
   void clear_error() const { context_.report->error = 0; }

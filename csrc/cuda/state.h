@@ -96,6 +96,8 @@ struct Report {
   uint32_t waited_ms;
   uint64_t epoch;
 
+  uint32_t out_of_step;  // 1: ranks that differ may have different messages under way; no later operation runs
+
   int32_t error;  // Error; the host sets it to 0 again
   ErrorFacts facts;
 };

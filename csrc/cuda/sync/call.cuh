@@ -216,8 +216,13 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   else
     state->*released_epoch = op.epoch;
   publish_error(context, error);
-  // Ranks that differ may have different messages under way. So no later kernel of this rank does anything.
-  if (!one_node && differs && Wire{context}.has_messages(context.node == 0)) state->aborted = 1;
+  // Ranks that differ may have different messages under way. So no later kernel of this rank does anything. The host is
+  // told even if the difference itself is not published, because there is an earlier error.
+  if (!one_node && differs && Wire{context}.has_messages(context.node == 0)) {
+    state->aborted = 1;
+    __threadfence_system();
+    *static_cast<volatile uint32_t*>(&context.report->out_of_step) = 1;
+  }
   state->next_token = 0;
   state->epoch = op.epoch;
 }

@@ -405,10 +405,10 @@ class CudaEngine(Launches):
         self._health.end(partial(RuntimeError, text))
 
     def end_late_messages(self) -> bool:
-        """Abort NCCL's kernels after the report of a late rank. Return whether that is done, or not needed any more."""
+        """Abort NCCL's kernels when ranks are late, or out of step. Return whether that is done, or needed no more."""
         if self._health.is_stopped or self._rail is None:
             return True
-        if self._c.late() is None:
+        if self._c.late() is None and not self._c.out_of_step():
             return False
         self._rail.free()  # a kernel has aborted this rank, so no later one takes what has not arrived
         return True

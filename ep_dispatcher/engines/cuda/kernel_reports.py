@@ -42,15 +42,16 @@ class KernelReports:
     def raise_found(self, *, ends: bool, reason: str = "") -> None:
         """Raise what kernels have found. reason: further facts for the error of a late peer."""
         if not self._health.ended:
-            late = self._engine.late()
-            mistake, is_difference = self._take_error()  # after `late`: the mistake came first, and led to the other
-            if mistake is not None and self.overlooks is not None and self.overlooks(mistake):
+            late, differ = self._engine.late(), self._has_messages and self._engine.out_of_step()
+            mistake, is_difference = self._take_error()  # after the others: the mistake came first, and led to them
+            differ = differ or (is_difference and self._has_messages)
+            if mistake is not None and not differ and self.overlooks is not None and self.overlooks(mistake):
                 mistake = None
-            if mistake is None and late is None:
+            if mistake is None and late is None and not differ:
                 return
-            if mistake is not None and is_difference and self._has_messages:
-                text = ". With the NCCL wire the messages of these ranks do not fit together; destroy() this buffer"
-                self._health.end(partial(again, mistake, text))
+            if differ:
+                text = ". Ranks differ, so their messages of the NCCL wire do not fit together; destroy() this buffer"
+                self._health.end(partial(again, mistake or checks.unknown_disagreement(), text))
             elif mistake is not None and late is None and not ends:
                 raise again(mistake)
             elif mistake is not None:
