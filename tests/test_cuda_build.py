@@ -162,7 +162,9 @@ def reports_of(late=None, mistake=None, masks=False, has_messages=False):
     from ep_dispatcher.engines.optional.masks import Masks
 
     aborts = []
-    config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3, node_ranks=(0, 1, 2)))
+    config = SimpleNamespace(
+        num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3, node_ranks=(0, 1, 2))
+    )
     health = Health(lambda: aborts.append(1))
     return KernelReports(Engine(late, mistake), config, health, Masks(health) if masks else None, has_messages), aborts
 
