@@ -155,7 +155,7 @@ def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
 )
 def test_a_compiled_module_older_than_its_sources_is_noticed(monkeypatch, tmp_path, module, source):
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "ep_dispatcher")
-    monkeypatch.setattr(doctor, "_run", lambda *command: "")
+    monkeypatch.setattr(doctor, "_run", lambda *command, **limit: "")
     compiled = doctor.PACKAGE / f"_C_{module}.abi3.so"
     for path in (compiled, tmp_path / source):
         path.parent.mkdir(parents=True)
@@ -246,7 +246,7 @@ def transport_switches(monkeypatch):
 @pytest.mark.parametrize(
     "has_card, installed, environment, state, text",
     [
-        (True, True, {}, "ok", "IBGDA is off"),
+        (True, True, {}, "ok", "IBGDA is off: no card of the driver mlx5_core"),
         (True, True, dict(NVSHMEM_IB_ENABLE_IBGDA="1"), "ok", "kernels post by IBGDA"),
         (False, True, dict(NVSHMEM_REMOTE_TRANSPORT="libfabric"), "ok", "libfabric"),  # its cards need not be there
         (True, True, dict(NVSHMEM_REMOTE_TRANSPORT="none"), "optional", "NVSHMEM_REMOTE_TRANSPORT=none"),

@@ -2,6 +2,8 @@
 
 import importlib.util
 import itertools
+import logging
+import os
 import sys
 import threading
 import time
@@ -13,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import ep_dispatcher as ep
+from ep_dispatcher import nvshmem_library
 from ep_dispatcher.gather import Gather
+from ep_dispatcher.nvshmem_library import IBGDA
 from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import Topology
 
@@ -29,6 +33,7 @@ class StandIn(ModuleType):
         super().__init__("ep_dispatcher._C_nvshmem")
         self.pe, self.num_ranks, self.hangs = rank if pe is None else pe, num_ranks, threading.Event()
         self.running, self.addresses, self.quiets = False, itertools.count(1000, 1000), 0
+        self.__file__ = __file__  # it has this text: _C_nvshmem is built with NVSHMEM 3.4.5
 
     def is_running(self):
         return self.running
@@ -38,7 +43,7 @@ class StandIn(ModuleType):
 
     def start(self, id_of_world, rank, num_ranks):
         assert id_of_world == b"id"
-        self.running = True
+        self.running, self.has_ibgda = True, os.environ.get(IBGDA)
 
     def own_pe(self):
         return self.pe
@@ -146,6 +151,10 @@ def fail_alone(rank: int, what: str) -> tuple[str, str]:
     if what == "module" and rank == 1:
         sys.modules["ep_dispatcher._C_nvshmem"] = None
         del ep._C_nvshmem
+    if what == "mixture" and rank == 1:
+        nvshmem_library.loaded_versions = lambda: {"/pytorch/lib/libnvshmem_host.so.3": "3.8.0"}
+    if what == "hosts" and rank == 1:
+        nvshmem_library.one_version = lambda module_file: "3.8.0"
     if what == "hang" and rank == 1:
         module.hangs.set()
     begin = time.monotonic()
@@ -155,6 +164,7 @@ def fail_alone(rank: int, what: str) -> tuple[str, str]:
     module.hangs.clear()
     with pytest.raises(Exception) as again:
         make(64)
+    assert module.running == (what in ("world", "hang"))
     return [f"{type(error.value).__name__}: {error.value}" for error in (first, again)]
 
 
@@ -162,6 +172,8 @@ def fail_alone(rank: int, what: str) -> tuple[str, str]:
     "what,first,again",
     [
         ("module", "ValueError: group: given ranks that need the NVSHMEM wire", "ValueError: "),
+        ("mixture", "ValueError: NVSHMEM: given device library 3.4.5", "ValueError: "),
+        ("hosts", "ValueError: NVSHMEM: given versions 3.4.5, 3.8.0 on the ranks", "ValueError: "),
         ("world", "ValueError: group: given 2 ranks that are [0, 0] of the 2 in NVSHMEM", "ValueError: "),
         ("hang", "PeerTimeoutError: making a buffer, phase 'memory'", "RuntimeError: "),
     ],
@@ -170,6 +182,29 @@ def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
     with RankPool(2, timeout_s=60) as pool:
         for errors in pool.run(fail_alone, what):
             assert errors[0].startswith(first) and errors[1].startswith(again), errors
+
+
+def start_with_a_card(rank: int, has_card: list[bool]) -> tuple[list[str | None], list[str]]:
+    """What NVSHMEM finds in the environment when two buffers are made, and what was said."""
+    module, said = play(rank), []
+    nvshmem_library.ibgda_problem = lambda: "" if has_card[rank] else "no card"
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ep_dispatcher.engines.cuda.regions").addHandler(handler)
+    make(64)
+    found = [module.has_ibgda]
+    make(64)
+    return [*found, os.environ.get(IBGDA)], said
+
+
+@pytest.mark.parametrize("has_card", [[True, True], [True, False]])
+def test_ibgda_is_switched_on_before_the_start_where_all_ranks_have_a_card(monkeypatch, has_card):
+    monkeypatch.delenv(IBGDA, raising=False)
+    with RankPool(2, timeout_s=60) as pool:
+        of_ranks = pool.run(start_with_a_card, has_card)
+    assert [found for found, _ in of_ranks] == [["1", "1"] if all(has_card) else [None, None]] * 2
+    assert [len(said) for _, said in of_ranks] == [int(all(has_card)), 0]
+    assert all(f"{IBGDA}=1" in text for _, said in of_ranks for text in said)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@
 #include "cuda/device/check.h"
 #include "nvshmem/world.h"
 
+#define EP_TEXT_OF(number) #number
+#define EP_TEXT(number) EP_TEXT_OF(number)
+
 namespace ep::nvshmem {
+
+// nvshmem_library.py reads it from the module's file, because a module with another host library may not load.
+[[gnu::used]] static const char kBuiltWith[] = "_C_nvshmem is built with NVSHMEM " EP_TEXT(
+    NVSHMEM_VENDOR_MAJOR_VERSION) "." EP_TEXT(NVSHMEM_VENDOR_MINOR_VERSION) "." EP_TEXT(NVSHMEM_VENDOR_PATCH_VERSION);
 
 bool is_running() { return nvshmemx_init_status() >= NVSHMEM_STATUS_IS_INITIALIZED; }
 

@@ -101,6 +101,25 @@ def installed(*names: str) -> str:
     raise Unusable("not installed")
 
 
+LOAD = """import importlib.util, sys
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+"""
+LOAD_MODULE = LOAD + "load(*sys.argv[1:])"
+LOAD_NVSHMEM = f"""import torch  # first, as in a buffer: it has a copy of NVSHMEM
+{LOAD}
+library = load("nvshmem_library", sys.argv[3])
+try:
+    load(*sys.argv[1:3])
+finally:
+    print(library.one_version(sys.argv[2]))"""
+
+
 def find_package() -> str:
     return f"{_load('_version').__version__} in {PACKAGE}, with {sys.executable}"
 
@@ -113,17 +132,17 @@ def find_module(engine: str) -> str:
     if path is None:
         others = [other.name for other in PACKAGE.glob(f"{name}.*") if other.suffix != ".pyi"]  # a stub is no module
         raise Unusable(f"built only for another Python: {', '.join(others)}" if others else "not built")
-    code = (
-        "import importlib.util as util, sys; spec = util.spec_from_file_location(*sys.argv[1:]); "
-        "spec.loader.exec_module(util.module_from_spec(spec))"
-    )
-    _run(sys.executable, "-c", code, name, str(path))
     csrc, folders = PACKAGE.parent / "csrc", ["common", engine, *(["cuda"] if engine == "nvshmem" else [])]
     sources = [s for folder in folders for s in (*(csrc / folder).rglob("*.*"), csrc / f"bindings_{folder}.cpp")]
     stale = [s.name for s in sources if s.exists() and s.stat().st_mtime > path.stat().st_mtime]
     if stale:
         raise Unusable(f"older than csrc/ ({', '.join(sorted(stale)[:3])})")
-    return path.name
+    if engine != "nvshmem":
+        _run(sys.executable, "-c", LOAD_MODULE, name, str(path))
+        return path.name
+    library = str(PACKAGE / "nvshmem_library.py")
+    version = _run(sys.executable, "-c", LOAD_NVSHMEM, name, str(path), library, timeout_s=60.0)
+    return f"{path.name}, NVSHMEM {version.strip()}"
 
 
 def find_torch() -> str:
@@ -313,10 +332,11 @@ def find_transport() -> str:
     taken = name or "ibrc, the default"
     if lacking:
         raise Unusable(f"{taken}, lacks {' and '.join(lacking)}")
+    problem = _load("nvshmem_library").ibgda_problem(ROOT)
     switch = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower()
-    if switch in ("", "0", "n", "no", "f", "false", "off"):
-        return f"{taken}; IBGDA is off (NVSHMEM_IB_ENABLE_IBGDA=1 lets kernels post by themselves)"
-    return f"{taken}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch})"
+    if problem and switch in ("", "0", "n", "no", "f", "false", "off"):
+        return f"{taken}; IBGDA is off: {problem}"
+    return f"{taken}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch or '1, which a buffer sets'})"
 
 
 def find_gpudirect() -> str:

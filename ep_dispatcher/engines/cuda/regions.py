@@ -11,6 +11,7 @@ NVSHMEM's.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from ep_dispatcher import _C_cuda, checks, envs
+from ep_dispatcher import _C_cuda, checks, envs, nvshmem_library
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.optional.descriptors import Descriptors
 from ep_dispatcher.engines.optional.device_memory import DeviceMemory, load_driver, page_bytes
@@ -32,6 +33,7 @@ from ep_dispatcher.memory import round_up
 from ep_dispatcher.threads import StoreHangs, in_thread
 from ep_dispatcher.topology import Topology
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -205,17 +207,22 @@ class NvshmemRegions:
         self._device = torch.cuda.current_device()
         self._pes: list[int] = []  # by rank
         self._region: SimpleNamespace | None = None
-        config.gather("NVSHMEM's module", self._load)  # one rank may lack it
+        self._libraries = config.gather("NVSHMEM's module", self._load)  # one rank may lack it
 
-    def _load(self) -> None:
+    def _load(self) -> tuple[str, bool]:
+        """Return the version of NVSHMEM, and whether this rank can have IBGDA switched on."""
         try:
             from ep_dispatcher import _C_nvshmem
         except ImportError as error:
+            if error.path:
+                nvshmem_library.one_version(error.path)
             raise ValueError(
                 f"group: given ranks that need the NVSHMEM wire, which cannot be used here ({error}), allowed: ranks "
                 "of one host; `python -m ep_dispatcher.doctor` says what is missing"
             ) from None
         self.compiled: ModuleType = _C_nvshmem
+        version = nvshmem_library.one_version(str(_C_nvshmem.__file__))
+        return version, not _C_nvshmem.is_running() and not nvshmem_library.ibgda_problem()
 
     @property
     def rail_pes(self) -> list[int]:
@@ -225,6 +232,15 @@ class NvshmemRegions:
         """Start NVSHMEM, or join it, and look for memory of an earlier buffer on all ranks. Collective."""
         config, c = self._config, self.compiled
         num_ranks, rank = config.topology.num_ranks, config.topology.rank
+        versions, can_post = zip(*self._libraries)
+        with config.gather.same_on_all_ranks():
+            if len(set(versions)) > 1:
+                checks.fail("NVSHMEM", f"versions {', '.join(versions)} on the ranks", "one version on all hosts")
+        if all(can_post):
+            os.environ[nvshmem_library.IBGDA] = "1"  # NVSHMEM reads it when it starts
+            if rank == 0:
+                text = "ep_dispatcher: every rank has a card for IBGDA, so NVSHMEM starts with %s=1; 0 leaves it off"
+                logger.warning(text, nvshmem_library.IBGDA)
 
         def offer() -> tuple[bool, str, int, list[int]]:
             if _process.out_of_step:
