@@ -10,6 +10,7 @@ from ep_dispatcher.memory import BufferBytes, buffer_bytes
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.layer import MoELayer
 from ep_dispatcher.moe.mlp import moe_mlp, why_no_overlap
+from ep_dispatcher.recompute import recompute_contexts
 
 __all__ = [
     "Activation",
@@ -28,5 +29,6 @@ __all__ = [
     "dispatch",
     "moe_mlp",
     "quantize",
+    "recompute_contexts",
     "why_no_overlap",
 ]

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import CustomOpDef
 from torch.nn import Parameter
 
-from ep_dispatcher import checks, operation
+from ep_dispatcher import checks, operation, recompute
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.decode import is_decode
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
@@ -506,10 +506,17 @@ def dispatch(
         handle=handle,
         max_recv_rows=max_recv_rows,
     )
+    handles = recompute.handles_of(buffer, request) if handle is None else []
+    if handles:
+        (handle,) = handles
+        request = operation.with_plan(request, handle)
     received = _differentiable_dispatch(buffer, request)
     if request.quantize:
         received = received._replace(rows=_Float8Rows.apply(received.rows, received.scales, received.anchor))
-    return operation.dispatch_output(buffer, request, received, handle)
+    out = operation.dispatch_output(buffer, request, received, handle)
+    if handle is None:
+        handles.append(out.handle)
+    return out
 
 
 @overload

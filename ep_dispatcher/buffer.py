@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
-from ep_dispatcher import checks, decode, engines, envs, operation
+from ep_dispatcher import checks, decode, engines, envs, operation, recompute
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
-from ep_dispatcher.errors import DisagreementError, PeerTimeoutError
+from ep_dispatcher.errors import DisagreementError, OtherRoutingError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS
@@ -103,6 +103,8 @@ class Buffer:
     note: str = ""
     backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
     label: int = 0  # the caller's number, such as that of a layer: a dispatch with too few rows has it in its error
+    caller_keeps_plans = False  # for recomputes, as Megatron's dispatcher does
+    plan_text = "checkpointed forward pass {}, dispatch {}"  # the words for OtherRoutingError.where
 
     def __init__(
         self,
@@ -306,7 +308,10 @@ class Buffer:
             request = operation.plan_request(
                 self, topk_idx, layout=layout, expert_alignment=expert_alignment, max_recv_rows=max_recv_rows
             )
-            return operation.new_handle(self, request, operation.run_dispatch(self, request))
+            handles = recompute.handles_of(self, request)
+            if not handles:
+                handles.append(operation.new_handle(self, request, operation.run_dispatch(self, request)))
+            return handles[0]
 
     def combine(
         self,
@@ -594,6 +599,8 @@ class Buffer:
         if isinstance(error, (PeerTimeoutError, DisagreementError)):
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
+        if isinstance(error, OtherRoutingError):
+            return OtherRoutingError(f"{self.plan_text.format(*error.where)}, recompute: {error}", error.where)
         return error
 
     @contextmanager

@@ -223,6 +223,11 @@ def check_received(engine: Engine, operation: str) -> None:
         checks.fail("hook", f"a {operation} before the hook of the {unreceived}", "that hook() first")
 
 
+def with_plan(request: DispatchRequest, handle: Handle) -> DispatchRequest:
+    """Return a dispatch that uses the plan of a handle instead of making one."""
+    return request._replace(topk_idx=None, plan=handle.plan, num_rows=handle.num_rows)
+
+
 def new_handle(buffer: Buffer, request: DispatchRequest, received: Received) -> Handle:
     """Return the handle of a dispatch that has made a plan."""
     plan, num_tokens, num_rows = received.plan, request.rows.shape[0], received.rows.shape[0]

@@ -568,7 +568,8 @@ def test_a_routing_is_compared_with_that_of_a_plan(rank, engine, rows):
         other[3, 1] = -1 if planned[3, 1] >= 0 else 0
         with pytest.raises(OtherRoutingError) as caught:
             again(other)
-        text = f"topk_idx[3, 1]: given {int(other[3, 1])}, allowed: {int(planned[3, 1])}, "
+        where = f"checkpointed forward pass 7, dispatch {rank}, recompute: "
+        text = f"{where}topk_idx[3, 1]: given {int(other[3, 1])}, allowed: {int(planned[3, 1])}, "
         assert str(caught.value).startswith(text) and caught.value.where == (7, rank)
         with pytest.raises(OtherRoutingError) as caught:
             operation.compare_routing(buffer, planned, planned[1:], (7, rank))

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from megatron_layer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_dispatcher as ep
-from ep_dispatcher import operation
-from ep_dispatcher.integrations.megatron import recompute, register, unregister
+from ep_dispatcher import operation, recompute
+from ep_dispatcher.integrations.megatron import register, unregister
+from ep_dispatcher.integrations.megatron.recompute import Checkpointed
 
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -86,9 +88,9 @@ def checkpointed(function, x):
 class Microbatch:
     """A forward pass whose backward comes later."""
 
-    def __init__(self, layer, x):
+    def __init__(self, layer, x, run=apply):
         self.layer, self.x = layer, x.clone().requires_grad_()
-        run = checkpointed if layer.config.recompute_granularity == "full" else apply
+        run = checkpointed if layer.config.recompute_granularity == "full" else run
         self.output = run(lambda x: layer(x)[0], self.x)
 
     def backward(self, may_wait: bool = False) -> dict:
@@ -133,6 +135,19 @@ GRANULARITY = pytest.mark.parametrize("settings", [MOE, FULL], ids=["moe", "full
 def test_a_recompute_uses_the_plan_of_its_forward_pass(rank, tokens, order, settings):
     """``order``: microbatches by letter, a capital for the forward pass."""
     run_order(rank, tokens, order, settings)
+
+
+@on_ranks()
+def test_in_a_checkpoint_of_the_caller_too(rank):
+    from torch.utils.checkpoint import checkpoint
+
+    x = tokens_of(rank)
+    (wanted,) = one_by_one([x])
+    run = partial(checkpoint, use_reentrant=False, context_fn=ep.recompute_contexts)
+    flying = Microbatch(make_layer(make_config()), x, run)
+    with dispatches() as seen:
+        assert_same_bits(flying.backward(), wanted)
+    assert seen == ["r"] and not plans_kept()
 
 
 @on_ranks()
@@ -379,4 +394,4 @@ def test_transformer_engines_checkpoint_too(rank: int):
         unregister()
         assert te.checkpoint is checkpoint
     register(**settings)
-    assert [type(one) for one in given] == [recompute.Checkpointed, torch.nn.Identity]
+    assert [type(one) for one in given] == [Checkpointed, torch.nn.Identity]

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import checks, operation
+from ep_dispatcher import checks, operation, recompute
 from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
@@ -136,7 +136,7 @@ def mlp_in_parts(
         buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows
     )
     operation.check_routing(buffer, topk_idx)  # of B too, before anything of A is sent
-    handles = [] if handles is None else handles
+    handles = recompute.handles_of(buffer, request, num_parts=2) if handles is None else handles
     return _MlpInParts.apply(x, topk_weights, buffer, request, handles, mlp, overlap, *mlp.inputs(x, topk_weights))
 
 
@@ -161,7 +161,7 @@ class _MlpInParts(torch.autograd.Function):
         ]
         if has_plans := bool(handles):
             plans = zip(requests, handles, strict=True)
-            requests = [one._replace(topk_idx=None, plan=of.plan, num_rows=of.num_rows) for one, of in plans]
+            requests = [operation.with_plan(one, of) for one, of in plans]
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # keeps them alive: combines read them until the end

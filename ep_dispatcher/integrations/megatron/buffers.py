@@ -21,7 +21,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import arguments, capacity, limits, overfull, recompute, registration
+from ep_dispatcher.integrations.megatron import arguments, capacity, limits, overfull, registration
 from ep_dispatcher.topology import registered_group
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ class MegatronBuffer(ep.Buffer):
     """A buffer whose errors speak of Megatron's routing map."""
 
     transformer_config: Any = None  # of the first layer
+    caller_keeps_plans = True
+    plan_text = "layer {}, microbatch {}"
 
     @property
     def num_choices(self) -> int:
@@ -40,7 +42,7 @@ class MegatronBuffer(ep.Buffer):
     def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
             error = limits.explained(error, self.num_choices, self.transformer_config)
-            error = recompute.explained(overfull.explained(error, self.transformer_config.moe_router_topk))
+            error = overfull.explained(error, self.transformer_config.moe_router_topk)
         return super().explained(error)
 
 

@@ -11,10 +11,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, margins, recompute
+from ep_dispatcher import checks, recompute
+from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, margins
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.float8 import Quantized
+from ep_dispatcher.integrations.megatron.recompute import under_way
 from ep_dispatcher.integrations.megatron.routing import Routing, columns
 
 
@@ -100,7 +101,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         layer = f"layer {self.layer_number}"
         planned = recompute.take(self)
         if planned is None:
-            again = recompute.under_way()  # its microbatch is not known
+            again = under_way()  # its microbatch is not known
             self.num_forwards += not again
             microbatch = self.num_forwards
             self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
@@ -108,7 +109,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
             )
         else:
-            microbatch, self.buffer = planned.microbatch, planned.buffer
+            self.buffer, (_, microbatch) = cast(buffers.MegatronBuffer, planned.buffer), planned.where
             self._where = f"{layer}, microbatch {microbatch}"
         if self.shared_experts is not None:
             self._shared_experts_wait()
@@ -168,7 +169,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Keep a new plan, or those of the parts, for a recompute."""
         if recompute.is_expected():
             topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
-            recompute.keep(self, recompute.Kept(topk_idx, self.layer_number or 0, microbatch, self.buffer, handles))
+            recompute.keep(self, recompute.Kept(self.buffer, topk_idx, (self.layer_number or 0, microbatch), handles))
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
