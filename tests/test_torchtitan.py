@@ -9,12 +9,13 @@ import torch.distributed as dist
 from conftest import exhaustive, launched_operations
 from torch.distributed.device_mesh import init_device_mesh
 
+from ep_dispatcher import operation
 from ep_dispatcher.tools.testing import RankError, make_routing, same_bits
 
 pytest.importorskip("torchtitan", reason="no torchtitan: it brings 1.5 GB (Triton, pyarrow), which .ci/run installs")
 
 MODULE = "ep_dispatcher.integrations.torchtitan"
-OURS, KEEP = f"{MODULE}.token_dispatcher", f"{MODULE}.selective_ac"
+OURS, KEEP, FULL = (f"{MODULE}.{name}" for name in ("token_dispatcher", "selective_ac", "full_ac"))
 EP4 = dict(expert_parallel_degree=4)
 COMPILE_S = 300  # of a run that compiles, on a busy machine
 HIDDEN, NUM_EXPERTS, TOP_K = 32, 8, 3
@@ -76,9 +77,22 @@ def test_these_change_no_bit_and_move_nothing_twice(pools, plain, overrides, opt
     assert pools(4).run(run, overrides, dict(parallel=EP4) | options, timeout_s=COMPILE_S) == plain
 
 
-def test_checkpoints_that_keep_nothing_move_rows_again(pools, plain):
-    ranks = pools(4).run(run, (OURS,), dict(parallel=EP4, ac="full"))
-    for (seen, launched), (expected, once) in zip(ranks, plain):
+def planned(rank: int, *given):
+    """What `run` returns, and the number of plans made."""
+    made, engines_run = [], operation.run_dispatch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "run_dispatch", lambda *one: made.append(one[1].plan) or engines_run(*one))
+        return *run(rank, *given), made.count(None)
+
+
+@pytest.mark.parametrize(
+    "overrides, compiles, num_plans",
+    [((OURS,), False, 16), ((OURS, FULL), False, 8), exhaustive((OURS, FULL), True, 16)],
+)
+def test_full_checkpoints_move_rows_again_and_may_keep_plans(pools, plain, overrides, compiles, num_plans):
+    ranks = pools(4).run(planned, overrides, dict(parallel=EP4, ac="full", compiles=compiles), timeout_s=COMPILE_S)
+    assert {num for *_, num in ranks} == {num_plans}  # steps, MoE layers, recomputes
+    for (seen, launched, _), (expected, once) in zip(ranks, plain):
         assert seen == expected and len(launched) == len(once) * 3 / 2
 
 

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from conftest import exhaustive, launched_operations
 
+import ep_dispatcher as ep
+from ep_dispatcher import operation
 from ep_dispatcher.tools.testing import RankError
 
 WHY = "no transformers 5.24 with accelerate, which .ci/run installs"
@@ -126,17 +128,28 @@ def test_a_step_and_a_generation_are_as_with_all_to_all(pools, saved, name, layo
         assert launched.count("dispatch") == launched.count("combine") == LAYERS * passes
 
 
+def steps_and_plans(model, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    """What `step` returns, and the number of plans made."""
+    made, run = [], operation.run_dispatch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "run_dispatch", lambda *given: made.append(given[1].plan) or run(*given))
+        return step(model, ids), made.count(None)
+
+
 def kinds(rank: int, folder) -> None:
     """Activation checkpoints, torch.compile and autocast around the layers."""
     ids = tokens(rank, BATCHES, 6)
     expected = step(load(folder, "all_to_all", BATCHES, torch.float32), ids)
-    for kind in ("checkpoints", "compile"):
+    for kind in ("checkpoints", "checkpoints that keep plans", "compile"):
         model = load(folder, "ep_dispatcher", BATCHES, torch.float32)
         if kind == "checkpoints":
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
+        elif kind == "checkpoints that keep plans":
+            model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": ep.recompute_contexts})
         else:
             model.compile(backend="aot_eager")
-        seen = step(model, ids)
+        seen, planned = steps_and_plans(model, ids)
+        assert planned == LAYERS * (4 + {"checkpoints": 2}.get(kind, 1)), kind  # 4: tokens that are generated
         for name, t in expected.items():
             torch.testing.assert_close(seen[name], t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 

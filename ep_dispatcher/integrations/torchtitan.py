@@ -3,6 +3,8 @@
     torchrun ... -m torchtitan.train --module deepseek_v3 --config ... --override.imports \\
         ep_dispatcher.integrations.torchtitan.token_dispatcher ep_dispatcher.integrations.torchtitan.selective_ac
 
+full_ac is selective_ac's twin for full activation checkpointing.
+
     dispatch    ep.dispatch: rows grouped by local expert, with the score of each
     combine     scores times expert outputs in float32, rounded to the dtype of the rows; ep.combine sums them
 
@@ -18,15 +20,15 @@ from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torchtitan.config import derive, override
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks
+from ep_dispatcher import checks, recompute
 from ep_dispatcher.errors import TooFewRowsError, again
 
 
@@ -107,9 +109,10 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
             while most < num_tokens:  # in a graph of dynamic shapes this is the way to a number
                 most *= 2
             self.make_buffer(most, hidden, x_TD.dtype)
-        assert self.buffer is not None
+        buffer = recompute.planned_buffer() or self.buffer
+        assert buffer is not None
         out = ep.dispatch(
-            self.buffer,
+            buffer,
             x_TD,
             topk_expert_ids_TK,
             topk_scores_TK.float(),
@@ -117,7 +120,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
             max_recv_rows=self.max_recv_rows(num_tokens),
         )
         assert isinstance(out.x, Tensor) and out.topk_weights is not None
-        return out.x, out.rows_per_expert, (self.buffer, out.topk_weights, out.handle)
+        return out.x, out.rows_per_expert, (buffer, out.topk_weights, out.handle)
 
     def combine(
         self,
@@ -202,3 +205,22 @@ def selective_ac(cfg: SelectiveAC.Config) -> EPSelectiveAC.Config:
         )
         checks.fail("activation_checkpoint", type(cfg).__qualname__, ours)
     return derive(cfg, EPSelectiveAC.Config)
+
+
+class EPFullAC(FullAC):
+    """torchtitan's full activation checkpointing, whose recompute uses the plans of its forward pass."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        pass
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        block = super()._wrap_block(module, base_fqn=base_fqn)
+        block.checkpoint_fn = functools.partial(block.checkpoint_fn, context_fn=ep.recompute_contexts)
+        return block
+
+
+@override(target=FullAC.Config, description="full checkpoints keep the plans of ep_dispatcher")
+def full_ac(cfg: FullAC.Config) -> EPFullAC.Config:
+    """Replace the full checkpointing. PyTorch refuses it with debug=True."""
+    return derive(cfg, EPFullAC.Config)

@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ep_dispatcher as ep
+from ep_dispatcher import recompute
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind
 from ep_dispatcher.moe.grouped_gemm import LINE_BYTES
@@ -86,7 +87,7 @@ class EPDispatcher:
 
     def _run(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         key = Key(Kind(x.shape[1], x.dtype), self.num_experts, topk_idx.shape[1])
-        buffer = self.pool.for_dispatch(key, x.shape[0], 0).buffer
+        buffer = recompute.planned_buffer() or self.pool.for_dispatch(key, x.shape[0], 0).buffer
         is_grouped = _are_grouped(self.experts, x)
         if is_grouped and _are_swiglu(self.experts):
             w1, w2 = self.experts.gate_up_proj, self.experts.down_proj
