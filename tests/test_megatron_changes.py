@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 
 import pytest
 import torch
@@ -170,7 +171,9 @@ def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str)
         lines = [line for line in printed.getvalue().splitlines() if "experts have changed" in line]
         assert len(lines) == 2 * rank, lines
         if rank == 1:
-            assert "on rank 1. Megatron's own way: layer 3" in lines[0] and reason in lines[0], (change, lines)
+            # Layers of earlier tests, if Megatron keeps them alive, see changes of all modules too.
+            assert re.search(r"on rank 1. Megatron's own way: layer (\d, )*3: ", lines[0]), (change, lines)
+            assert reason in lines[0], (change, lines)
             assert lines[1].endswith(": in grouped GEMMs again")
 
 
