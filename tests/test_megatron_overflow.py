@@ -109,6 +109,7 @@ def make_model(**settings):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    forget_earlier_models()
     of_ddp = {name: settings.pop(name) for name in OF_DDP if name in settings}
     config = make_config(**MODEL | settings)
     torch.manual_seed(5 + dist.get_rank())
@@ -124,15 +125,29 @@ def make_model(**settings):
     return ddp
 
 
-def logged_values() -> dict:
+def log_of_losses() -> dict:
+    """Where Megatron adds up auxiliary losses, for the whole process."""
     from megatron.core.transformer.moe import moe_utils
 
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
-        entries = {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
-    else:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+        return moe_utils.get_moe_layer_wise_logging_tracker()
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        entries = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    return get_moe_metrics_tracker().metrics
+
+
+def forget_earlier_models() -> None:
+    """They may have had fewer layers, and another form of the scale of auxiliary losses."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    log_of_losses().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def logged_values() -> dict:
+    entries = {
+        name: entry["values"] if isinstance(entry, dict) else entry.values for name, entry in log_of_losses().items()
+    }
     values = {name: value.clone() for name, value in entries.items()}
     for value in entries.values():
         value.zero_()
