@@ -28,7 +28,6 @@ from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.grouped_gemm import Matrices, groups, stack_bias
 
-LINE = 16  # on a GPU rows and matrices have a multiple of so many columns
 E4M3 = torch.float8_e4m3fn
 
 
@@ -57,7 +56,7 @@ def has_kernels(rows: Tensor) -> bool:
 def check_pair(argument: str, pair: tuple[Tensor, Tensor], columns: int) -> None:
     """Raise ValueError unless these are rows of so many columns as ep.quantize returns them, in contiguous memory."""
     rows, scales = pair
-    allowed = [rows.shape[0], columns], [rows.shape[0], -(-columns // BLOCK)]
+    allowed = [rows.shape[0], columns], [rows.shape[0], checks.num_scales(columns)]
     is_right = rows.dtype == E4M3 and scales.dtype == torch.float32 and rows.is_contiguous() and scales.is_contiguous()
     if not is_right or ([*rows.shape], [*scales.shape]) != allowed:
         given = " and ".join(f"{t.dtype} {[*t.shape]} with strides {[*t.stride()]}" for t in pair)
@@ -101,7 +100,7 @@ def _scaled_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor) ->
     """Return a @ b.T in float32, [m, n]: a [m, k], b [n, k], with a scale for each row and block of 128."""
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     with torch.autocast(a.device.type, enabled=False):
-        for block in range(-(-a.shape[1] // BLOCK)):
+        for block in range(checks.num_scales(a.shape[1])):
             x, y = (t[:, block * BLOCK : (block + 1) * BLOCK].float() for t in (a, b))
             total += (x @ y.t()) * (scales_a[:, block, None] * scales_b[:, block])
     return total
@@ -112,7 +111,7 @@ def quantize_weights(weights: Matrices) -> QuantizedMatrices:
     """Return the weights of experts, [n, k] each in bfloat16 or float32, quantised. Each field is one tensor."""
     experts, (n, k) = len(weights), weights[0].shape
     device = weights[0].device
-    n_blocks, k_blocks = -(-n // BLOCK), -(-k // BLOCK)
+    n_blocks, k_blocks = checks.num_scales(n), checks.num_scales(k)
     rows = torch.empty(experts, n, k, dtype=E4M3, device=device)
     scales = torch.empty(experts, n_blocks, k_blocks, dtype=torch.float32, device=device)
     if has_kernels(rows):
@@ -161,7 +160,7 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
 def _new_pair(rows: Tensor, columns: int) -> QuantizedRows:
     """Return memory for float8 rows of so many columns, and their scales."""
     values = rows.new_empty(rows.shape[0], columns, dtype=E4M3)
-    return QuantizedRows(values, rows.new_empty(rows.shape[0], -(-columns // BLOCK), dtype=torch.float32))
+    return QuantizedRows(values, rows.new_empty(rows.shape[0], checks.num_scales(columns), dtype=torch.float32))
 
 
 def _write_rows(rows: Tensor, ends: Tensor, out: QuantizedRows) -> None:

@@ -108,7 +108,7 @@ def linear_grad_weights(
         a, b = ([t[group] for t, group in zip(ts, expert_rows)] for ts in list(zip(*sets))[:2])
         with torch.autocast(rows.device.type, enabled=False):  # it does not cast the other products, which have out=
             grad_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
-        write(out[expert], grad_weights, accumulate)
+        _write(out[expert], grad_weights, accumulate)
 
 
 def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
@@ -128,7 +128,7 @@ def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool
                 weighted = weighted * row_weights[expert_rows, None]
             sums[expert] += weighted.sum(0)
     for expert_out, expert_sum in zip(out, sums):
-        write(expert_out, expert_sum, accumulate)
+        _write(expert_out, expert_sum, accumulate)
 
 
 def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> Tensor:
@@ -167,7 +167,7 @@ def activate_grad(
     return grad_rows, grad_weights
 
 
-def write(out: Tensor, grad: Tensor, accumulate: bool) -> None:
+def _write(out: Tensor, grad: Tensor, accumulate: bool) -> None:
     if accumulate:
         out.add_(grad)
     else:

@@ -351,11 +351,11 @@ def _outer_products(
     # In halves, which takes fewer registers.
     halves = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
-        store_tile(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
+        _store(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
 
 
 @triton.jit
-def store_tile(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
+def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
     """Write a tile at (row, column) of the matrix [n, k], or add it to what is there."""
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (row + i < n)[:, None] & (column + j < k)[None, :]

@@ -136,10 +136,10 @@ def _check_quantize(
         return
     if not is_eager:
         checks.fail("quantize", repr(quantize), "None where something looks at operators, as torch.compile does")
-    line = float8_gemm.LINE if device == "cuda" else 1
+    line = grouped_gemm.LINE_BYTES if device == "cuda" else 1
     if dtype != torch.bfloat16 or hidden % line or intermediate % line:
         given = f"{quantize!r} with {dtype}, hidden {hidden}, intermediate {intermediate}"
-        checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {float8_gemm.LINE}")
+        checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {grouped_gemm.LINE_BYTES}")
 
 
 def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | None:
