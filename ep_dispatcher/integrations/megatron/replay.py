@@ -1,8 +1,8 @@
 """What a step's schedule reads and changes, kept so that the schedule can run again as if for the first time.
 
-    tapes, before = Tapes(data_iterator), Before(models)
+    tapes, before, gradients = Tapes(data_iterator), Before(models), Gradients(models)
     schedule(data_iterator=tapes.iterators, ...)
-    throw_gradients_away(models); before.restore(); tapes.rewind()
+    gradients.throw_new_away(); before.restore(); tapes.rewind()
     schedule(data_iterator=tapes.iterators, ...)          # the same microbatches, the same random numbers
 
 Kept are states of random numbers, buffers of modules (expert bias and its counts), what Megatron adds up for its log
