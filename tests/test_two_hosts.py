@@ -88,6 +88,10 @@ def sent(hosts: Hosts, host: int) -> list[int]:
 
 def test_what_a_host_is(make_hosts):
     hosts = make_hosts(3)
+    networks = [os.readlink("/proc/thread-self/ns/net")]
+    with hosts.on_switch():
+        networks.append(os.readlink("/proc/thread-self/ns/net"))
+    assert networks[0] != networks[1] and os.readlink("/proc/thread-self/ns/net") == networks[0]
     hosts.run(0, "touch /dev/shm/a").wait()
     seen = hosts.run_all("hostname; ls /dev/shm; ls -d /proc/[0-9]* | wc -l; getent hosts host0")
     assert [code for code, _ in seen] == [0, 0, 0]

@@ -92,10 +92,15 @@ def enter(pid: int, *kinds: str) -> None:
     """Move the calling thread to namespaces of a process; with "pid" only its children."""
     folder = os.getcwd()
     for file in [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]:  # before /proc is another one
-        if _libc.setns(file, 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(file)
+        _move_to(file)
     os.chdir(folder)
+
+
+def _move_to(namespace: int) -> None:
+    """Move the calling thread to an open namespace, and close that file."""
+    if _libc.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
 
 
 def child_of(pid: int) -> int:
@@ -282,11 +287,12 @@ class Hosts:
     @contextmanager
     def on_switch(self) -> Iterator[None]:
         """What this thread connects meanwhile, it connects from the switch."""
+        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)  # opened now: later it is the switch's
         enter(self.switch.pid, "net")
         try:
             yield
         finally:
-            enter(os.getpid(), "net")
+            _move_to(own)
 
     def close(self) -> None:
         for place in (*self._places, *([self.switch] if hasattr(self, "switch") else [])):
