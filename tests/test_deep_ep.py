@@ -23,7 +23,7 @@ from deep_ep_case import (
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep import Buffer
-from ep_dispatcher.integrations.deep_ep.handle import Items
+from ep_dispatcher.integrations.deep_ep.handle import make_items, set_num_rows
 from ep_dispatcher.integrations.deep_ep.layout import dispatch_layout, routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import _pools, pool_of
 
@@ -71,7 +71,8 @@ def test_layout_and_handles_of_several_of_deep_eps_nodes():
     assert per_node.tolist() == [1, 2] and per_node.dtype == torch.int32
     assert in_rank.nonzero().tolist() == [[0, 0], [0, 1], [0, 10], [1, 8], [1, 15]]
     assert per_rank.sum() == per_expert.sum() == 5
-    handle = Items(in_rank, 12, None).handle(5)
+    handle = make_items(in_rank, 12)
+    set_num_rows(handle, 5)
     assert handle[0] is in_rank
     assert_missing(handle[1:7], [(2, 12), (16, 12), (2, 12), (2,), (16, 12), (16,)], torch.int32)
     assert_missing(handle[7:8], [(5, 8)], torch.uint8)
@@ -255,7 +256,9 @@ def test_buffers_grow_when_one_rank_brings_more(rank: int, case: Case):
             kept.append((data, lengths, recv_x, handle))
         for data, lengths, recv_x, handle in kept:
             assert_sum(buffer.combine(recv_x, handle)[0], data, Case(case.engine, lengths=lengths), rank)
-        (sizes,) = ([one.max_tokens for one in made] for made in pool_of(dist.group.WORLD)._buffers.values())
+        (sizes,) = (
+            [one.config.max_tokens_per_rank for one in made] for made in pool_of(dist.group.WORLD)._buffers.values()
+        )
     assert sizes == [4, 9, 40]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deep_ep_case import HIDDEN, RANKS, Case, make_data, on_ranks, opened, routed, sent
 
-from ep_dispatcher.integrations.deep_ep.handle import Items, _largest
+from ep_dispatcher.integrations.deep_ep.handle import _largest, make_items
 
 
 class Dispatch(torch.autograd.Function):
@@ -109,6 +109,6 @@ def test_items_of_a_handle_serve_as_the_handle(rank: int, case: Case):
 def test_items_can_be_saved_after_a_dispatch_in_inference_mode(rank):
     _largest.cache_clear()
     with torch.inference_mode():
-        Items(torch.zeros(2, 4, dtype=torch.bool), 10, None).handle(3)
-    items = Items(torch.zeros(2, 4, dtype=torch.bool), 10, None).handle(3)
+        make_items(torch.zeros(2, 4, dtype=torch.bool), 10)
+    items = make_items(torch.zeros(2, 4, dtype=torch.bool), 10)
     assert [item.is_inference() for item in items] == [False] * 6

@@ -209,7 +209,7 @@ def test_sizes_and_configs():
 def test_the_runtime():
     """Places among nodes of 8 ranks, as DeepEP counts them."""
     for rank, num_ranks, places in ((3, 4, (1, 0, 3, False)), (11, 16, (2, 1, 3, True))):
-        runtime = Runtime.of(rank, num_ranks, CommStream())
+        runtime = Runtime(rank, num_ranks, CommStream())
         asked = (
             runtime.get_num_rdma_ranks(),
             runtime.get_rdma_rank(),

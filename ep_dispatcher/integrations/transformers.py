@@ -87,7 +87,7 @@ class EPDispatcher:
 
     def _run(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         key = Key(Kind(x.shape[1], x.dtype), self.num_experts, topk_idx.shape[1])
-        buffer = recompute.planned_buffer() or self.pool.for_dispatch(key, x.shape[0], 0).buffer
+        buffer = recompute.planned_buffer() or self.pool.for_dispatch(key, x.shape[0], 0)
         is_grouped = _are_grouped(self.experts, x)
         if is_grouped and _are_swiglu(self.experts):
             w1, w2 = self.experts.gate_up_proj, self.experts.down_proj

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep import layout
 from ep_dispatcher.integrations.deep_ep.config import (
     NVL_PEERS,
@@ -20,10 +20,10 @@ from ep_dispatcher.integrations.deep_ep.config import (
 )
 from ep_dispatcher.integrations.deep_ep.dispatch import Received, Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
-from ep_dispatcher.integrations.deep_ep.handle import Plans, plans_of
+from ep_dispatcher.integrations.deep_ep.handle import plans_of
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
 from ep_dispatcher.integrations.deep_ep.pool import Pool, PoolUser
-from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows, add_biases, biases_of
+from ep_dispatcher.integrations.deep_ep.rows import Rows, add_biases, biases_of
 
 _OWN_MEMORY = "the engine finds out which memory ranks can share when a buffer is made"
 
@@ -34,18 +34,12 @@ class Runtime:
     A rank's node and local index, with DeepEP's nodes of 8 ranks. All else raises NotImplementedError.
     """
 
-    _rank: int
-    _num_ranks: int
-    _comm: CommStream
-
-    def __init__(self, *args, **kwargs):
-        raise NotImplementedError("deep_ep_cpp.Buffer: a program makes deep_ep.Buffer(...), which has it as runtime")
-
-    @classmethod
-    def of(cls, rank: int, num_ranks: int, comm: CommStream) -> Runtime:
-        runtime = cls.__new__(cls)
-        runtime._rank, runtime._num_ranks, runtime._comm = rank, num_ranks, comm  # noqa: SLF001
-        return runtime
+    def __init__(self, rank: int, num_ranks: int, comm: CommStream, *args, **kwargs):
+        if not isinstance(comm, CommStream):
+            raise NotImplementedError(
+                "deep_ep_cpp.Buffer: a program makes deep_ep.Buffer(...), which has it as runtime"
+            )
+        self._rank, self._num_ranks, self._comm = rank, num_ranks, comm
 
     def is_available(self) -> bool:
         return True
@@ -126,7 +120,7 @@ class Buffer(PoolUser, LowLatency):
             checks.fail("group", None, "a torch.distributed group")
         super().__init__(group, explicitly_destroy)
         group = self.group
-        self.runtime: Runtime | None = Runtime.of(group.rank(), group.size(), self._comm)
+        self.runtime: Runtime | None = Runtime(group.rank(), group.size(), self._comm)
         self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
@@ -257,12 +251,11 @@ class Buffer(PoolUser, LowLatency):
             if any(one is not None for one in (*given, num_tokens_per_rdma_rank)) or expert_alignment != 1:
                 arguments = "num_tokens_per_..., is_token_in_rank and expert_alignment beside handle"
                 say_without_effect(arguments, "the handle has the routing")
-        inputs: tuple[Tensor | None, ...] = ()
-        if async_finish or previous_event is not None:
-            inputs = topk_idx, topk_weights, *given, *rows.tensors(), *(() if plans is None else plans.tensors())
+        inputs = x, topk_idx, topk_weights, given, plans and plans.tensors()
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             if plans is not None:
-                received: Received = rows.restore(plans.dispatch(rows)), None, None, None, None
+                out = plans.dispatch(rows.kind, rows.data, None, "rank")
+                received: Received = rows.restore(out.x), None, None, None, None
             else:
                 routing = Routing(*given, num_tokens_per_rdma_rank, topk_idx, topk_weights)  # it refuses None
                 received, plans = dispatch(
@@ -273,9 +266,7 @@ class Buffer(PoolUser, LowLatency):
                     num_worst_tokens=num_worst_tokens,
                     num_channels=max(1, (Buffer.num_sms if config is None else config.num_sms) // 2),
                 )
-            if operation.is_apart:
-                recv_x = received[0] if isinstance(received[0], tuple) else received[:1]
-                operation.hand_over(*recv_x, *received[1:3], *plans.tensors())
+            operation.hand_over(*received[:3], plans.tensors())
         return *received, operation.event
 
     def combine(
@@ -308,26 +299,12 @@ class Buffer(PoolUser, LowLatency):
         biases = biases_of(bias, x, plans.num_tokens)
         if topk_weights is not None:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), (plans.num_rows, "num_topk"), device)
-        inputs: tuple[Tensor | None, ...] = ()
-        if async_finish or previous_event is not None:
-            inputs = x, topk_weights, *biases, *plans.tensors()
+        inputs = x, topk_weights, biases, plans.tensors()
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
-            combined_x, combined_weights = self._combine(plans, x, topk_weights)
+            combined_x, combined_weights = plans.sums(x, topk_weights)
             combined_x = add_biases(combined_x, biases, x.dtype)
-            if operation.is_apart:
-                operation.hand_over(combined_x, combined_weights, *plans.tensors())
+            operation.hand_over(combined_x, combined_weights, plans.tensors())
         return combined_x, combined_weights, operation.event
-
-    @staticmethod
-    def _combine(plans: Plans, x: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if topk_weights is None:
-            return plans.combine(x).x, None
-        num_topk = topk_weights.shape[1]
-        if not envs.deep_ep_exact() and plans.takes_weights(Kind(x.shape[1], x.dtype), num_topk):
-            out = plans.combine(x, plans.summable(topk_weights))
-            return out.x, out.topk_weights
-        wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
-        return plans.combine(x).x, plans.combine(wide).x[:, :num_topk].contiguous()
 
     # The engine itself finds the ranks on other nodes.
     internode_dispatch = dispatch

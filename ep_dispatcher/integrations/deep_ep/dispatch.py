@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.handle import Items, Plans, say_missing
+from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, make_items, say_missing, set_num_rows
 from ep_dispatcher.integrations.deep_ep.layout import (
     check_same_routing,
     distinct,
@@ -40,86 +40,79 @@ class Routing(NamedTuple):
     topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
 
     def check(self, rows: Rows, num_ranks: int) -> None:
-        per_rank, per_expert, in_rank = self[:3]
+        per_rank, per_expert, in_rank, per_node, topk_idx, topk_weights = self
+        device = rows.device.type
         is_known = is_of_one_layout(in_rank, per_rank, per_expert) and in_rank.device == rows.device
         if not is_known or in_rank.shape != (rows.num_tokens, num_ranks):
-            device = rows.device.type
             checks.tensor("num_tokens_per_rank", per_rank, (torch.int32,), (num_ranks,), device)
             checks.tensor("num_tokens_per_expert", per_expert, (torch.int32,), ("num_experts",), device)
             checks.tensor("is_token_in_rank", in_rank, (torch.bool,), (rows.num_tokens, num_ranks), device)
-        if self.num_tokens_per_rdma_rank is not None:
-            shape, device = (num_rdma_ranks(num_ranks),), rows.device.type
-            checks.tensor("num_tokens_per_rdma_rank", self.num_tokens_per_rdma_rank, (torch.int32,), shape, device)
-        if (self.topk_idx is None) != (self.topk_weights is None):
-            missing = "topk_idx" if self.topk_idx is None else "topk_weights"
+        if per_node is not None:
+            shape = (num_rdma_ranks(num_ranks),)
+            checks.tensor("num_tokens_per_rdma_rank", per_node, (torch.int32,), shape, device)
+        if (topk_idx is None) != (topk_weights is None):
+            missing = "topk_idx" if topk_idx is None else "topk_weights"
             checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
-        if self.topk_idx is not None:
-            check_same_routing(self.topk_idx, self.num_tokens_per_expert.numel(), self.is_token_in_rank)
+        if topk_idx is not None:
+            check_same_routing(topk_idx, per_expert.numel(), in_rank)
 
 
 def dispatch(
     pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int, num_channels: int
-) -> tuple[Received, Plans]:
+) -> tuple[Received, HandlePlans]:
     """Dispatch with a new routing. The arguments and what is received are those of ``Buffer.dispatch``."""
-    is_distinct = False
-    num_ranks, by_topk, exact = pool.group.size(), routing.topk_idx is not None, envs.deep_ep_exact()
+    num_ranks, exact, is_distinct = pool.group.size(), envs.deep_ep_exact(), False
     routing.check(rows, num_ranks)
-    if num_worst_tokens and not by_topk:
-        checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
-    if routing.topk_idx is not None:
-        idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
-        is_distinct = exact and num_experts * idx.shape[1] <= MAX_EXPERTS
-        if is_distinct:
-            idx, num_experts = distinct(idx), num_experts * idx.shape[1]
-        else:
-            refuse_repeated(idx, _EXACT)
-    else:
+    idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
+    gathers = exact or idx is None  # counts of all ranks
+    if idx is None:
+        if num_worst_tokens:
+            checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
         idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
+    elif exact and num_experts * idx.shape[1] <= MAX_EXPERTS:
+        idx, num_experts, is_distinct = distinct(idx), num_experts * idx.shape[1], True
+    else:
+        refuse_repeated(idx, _EXACT)
     key = Key(rows.kind, num_experts, idx.shape[1])
-    sized = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens)
+    buffer, max_rows = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens), num_worst_tokens or None
     # Make these before the launch: after a wait for counts the device may wait for the host.
-    plans = Plans(pool, routing.is_token_in_rank, sized.max_tokens, num_worst_tokens or None)
-    items = Items(routing.is_token_in_rank, num_channels, plans)
-    out = sized.buffer.dispatch(
+    plans = HandlePlans(pool, routing.is_token_in_rank, buffer.config.max_tokens_per_rank, max_rows)
+    items = make_items(routing.is_token_in_rank, num_channels)
+    items[-1].carried = plans
+    out = buffer.dispatch(
         rows.data,
         idx,
         routing.topk_weights,
         layout="rank",
         expert_alignment=expert_alignment,
-        max_recv_rows=num_worst_tokens or None,
+        max_recv_rows=max_rows,
     )
-    plans.begin(key, sized.buffer, out)
-    everyone = prefix = None
-    if num_ranks <= NVL_PEERS and by_topk and not exact:
-        say_missing("rank_prefix_matrix")
-    if exact or not by_topk:
-        everyone = _gather(pool, routing)
-        prefix = everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
-        plans.gathered.append(prefix)
-    if num_worst_tokens:
-        counts: list[int] = []
-    elif everyone is None:
+    plans.begin(key, buffer, out)
+    set_num_rows(items, plans.num_rows)
+    counts: list[int] = []
+    if gathers:
+        prefix, gathered = _gather(pool, routing, expert_alignment)
+        plans.prefix = prefix.to(rows.device, torch.int32)
+        counts = [] if num_worst_tokens else gathered
+    elif not num_worst_tokens:
         counts = out.rows_on_host.tolist()  # the host has waited for them
-    else:
-        counts = _counts(pool, everyone, expert_alignment)
-    recv_idx = out.topk_idx if by_topk else None
+    if num_ranks <= NVL_PEERS:
+        if plans.prefix is None:
+            say_missing("rank_prefix_matrix")
+        else:
+            items[0] = plans.prefix
+    recv_idx = None if routing.topk_idx is None else out.topk_idx
     if recv_idx is not None and is_distinct:
-        recv_idx = recv_idx.div(recv_idx.shape[1], rounding_mode="floor")  # of -1 it is -1
-    handle = items.handle(plans.num_rows, prefix)
-    return (rows.restore(out.x), recv_idx, out.topk_weights, counts, handle), plans
+        recv_idx = recv_idx // idx.shape[1]  # of -1 it is -1
+    return (rows.restore(out.x), recv_idx, out.topk_weights, counts, tuple(items)), plans
 
 
-def _gather(pool: Pool, routing: Routing) -> Tensor:
-    """Return every rank's counts by rank and by expert, int64 [num_ranks, num_ranks + num_experts] on the CPU."""
+def _gather(pool: Pool, routing: Routing, expert_alignment: int) -> tuple[Tensor, list[int]]:
+    """Return rank_prefix_matrix, and the rows of every local expert, rounded up to the alignment."""
+    num_ranks, rank = pool.group.size(), pool.group.rank()
     own = torch.cat([routing.num_tokens_per_rank, routing.num_tokens_per_expert]).cpu().long()
-    everyone = own.new_zeros(pool.group.size(), own.numel())
-    everyone[pool.group.rank()] = own
+    everyone = own.new_zeros(num_ranks, own.numel())
+    everyone[rank] = own
     pool.agree(everyone, dist.ReduceOp.SUM, "gather the counts")
-    return everyone
-
-
-def _counts(pool: Pool, everyone: Tensor, expert_alignment: int) -> list[int]:
-    """Return the rows of every local expert, rounded up to the alignment, from every rank's counts."""
-    num_ranks = pool.group.size()
-    mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[pool.group.rank()]
-    return [-(-count // expert_alignment) * expert_alignment for count in mine.tolist()]
+    mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[rank]
+    return everyone[:, :num_ranks].cumsum(0), [-(-n // expert_alignment) * expert_alignment for n in mine.tolist()]

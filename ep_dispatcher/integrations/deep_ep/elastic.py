@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,12 @@ from ep_dispatcher.integrations.deep_ep.config import say_without_effect
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, handle_of
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, Operation, outside_graphs
 from ep_dispatcher.integrations.deep_ep.pool import Key, PoolUser
-from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows, add_biases, biases_of
+from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Rows, add_biases, biases_of
 from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import Topology, host_id
 
 _ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
 _WIRE = "between nodes the engine uses the connections of its own wire"
-_TINY = Kind(8, torch.bfloat16)  # the smallest rows
 _SIZES = "num_experts", "expert_alignment", "num_max_tokens_per_rank"
 Previous = EventHandle | EventOverlap | None
 
@@ -155,13 +155,13 @@ class ElasticBuffer(PoolUser):
         with_cpu_sync    the host waits for the device before and after
         sequential       changes nothing that a program could see
         """
-        buffer = self._pool_for(None, self._timeout_s).sized(Key(_TINY, self.num_ranks, 1), 1).buffer
+        buffer = self._pool_for(None, self._timeout_s).sized(Key(SMALLEST, self.num_ranks, 1), 1)
         device, on_gpu = buffer.engine, buffer.engine == "cuda"
         if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
         if use_comm_stream and on_gpu:
             torch.cuda.current_stream().wait_stream(self.get_comm_stream())
-        rows = torch.empty(0, _TINY.hidden, dtype=_TINY.dtype, device=device)
+        rows = torch.empty(0, SMALLEST.hidden, dtype=SMALLEST.dtype, device=device)
         buffer.dispatch(rows, torch.empty(0, 1, dtype=torch.int64, device=device), max_recv_rows=0)
         if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
@@ -231,7 +231,7 @@ class ElasticBuffer(PoolUser):
                 shape = (new["num_experts"] // self.num_ranks,)
                 checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), shape, device)
         pool = self._pool_for(num_sms or None, self._timeout_s)
-        inputs = topk_idx, topk_weights, stats, *rows.tensors(), *(() if handle is None else handle.tensors())
+        inputs = x, topk_idx, topk_weights, stats, handle and handle.tensors()
         with self._operation(
             inputs, previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         ) as operation:
@@ -247,7 +247,7 @@ class ElasticBuffer(PoolUser):
                     max_tokens=max(new["num_max_tokens_per_rank"], self.num_max_tokens_per_rank),
                     **new,
                 )
-            out = handle.dispatch(rows.kind, do_expand, rows.data, topk_weights)
+            out = handle.dispatch(rows.kind, rows.data, topk_weights, "expert" if do_expand else "rank")
             if new is not None:
                 handle.begin(out, envs.deep_ep_exact())
             if stats is not None:
@@ -255,8 +255,7 @@ class ElasticBuffer(PoolUser):
             recv_x = rows.restore(out.x)
             if use_tma_aligned_col_major_sf and isinstance(recv_x, tuple):
                 recv_x = recv_x[0], _column_major(recv_x[1])
-            results = recv_x if isinstance(recv_x, tuple) else (recv_x,)
-            operation.hand_over(*results, out.topk_idx, out.topk_weights, *handle.tensors())
+            operation.hand_over(recv_x, out.topk_idx, out.topk_weights, handle.tensors())
         return recv_x, out.topk_idx, out.topk_weights, handle, operation.event
 
     def combine(
@@ -290,21 +289,21 @@ class ElasticBuffer(PoolUser):
         checks.tensor("x", x, checks.DTYPES, (handle.num_rows, "hidden"), x.device.type)
         biases = biases_of(bias, x, len(handle.topk_idx))
         self._pool_for(num_sms or handle.num_sms, self._timeout_s)
-        inputs = x, topk_weights, *biases, *handle.tensors()
+        inputs = x, topk_weights, biases, handle.tensors()
         with self._operation(
             inputs, previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         ) as operation:
             rounds_twice = handle.do_expand or self._topology.num_nodes > 1 or biases
             y = x.float() if rounds_twice and not self.allow_multiple_reduction else x
-            out = handle.combine(y, topk_weights)
+            out = handle.combine(y, topk_weights, "expert" if handle.do_expand else "rank")
             combined_x = add_biases(out.x, biases, x.dtype)
-            operation.hand_over(combined_x, out.topk_weights, *handle.tensors())
+            operation.hand_over(combined_x, out.topk_weights, handle.tensors())
         return combined_x, out.topk_weights, operation.event
 
     @contextmanager
     def _operation(
         self,
-        inputs: tuple[Tensor | None, ...],
+        inputs: tuple[Any, ...],
         previous_event: Previous,
         before_epilogue: Previous,
         async_finish: bool,

@@ -11,15 +11,14 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.handle import missing, say_missing
-from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
-from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.integrations.deep_ep.plans import Plans
+from ep_dispatcher.integrations.deep_ep.pool import Pool
+from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
 from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import Topology
 
-_SOURCE = Kind(8, torch.bfloat16)  # 16 bytes, the smallest row: it carries the number of its token
 
-
-class EPHandle:
+class EPHandle(Plans):
     """The routing of a dispatch, for combines and for dispatches that repeat it, with rows of any size and dtype.
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms   as given to the dispatch
@@ -45,6 +44,7 @@ class EPHandle:
     def __init__(
         self, pool: Pool, topology: Topology, topk_idx: Tensor, *, max_tokens: int, do_cpu_sync: bool, **given: Any
     ):
+        super().__init__(pool, max_tokens)
         self.do_expand: bool = given["do_expand"]
         self.num_experts: int = given["num_experts"]
         self.expert_alignment: int = given["expert_alignment"]
@@ -52,43 +52,19 @@ class EPHandle:
         self.num_sms: int = given["num_sms"]
         self.topk_idx = topk_idx
         self.num_local = self.num_experts // topology.num_ranks
-        self._pool, self._topology, self._max_tokens, self._waits = pool, topology, max_tokens, do_cpu_sync
-        self._plans: dict[tuple[Kind, bool], tuple[ep.Buffer, ep.Handle]] = {}
+        self._topology, self._waits = topology, do_cpu_sync
 
-    def dispatch(self, kind: Kind, expanded: bool, rows: Any, topk_weights: Tensor | None) -> ep.DispatchOutput:
-        """Dispatch rows of the kind in a layout. The first of each makes a plan."""
-        if (kind, expanded) in self._plans:
-            buffer, plan = self._plans[kind, expanded]
-            self._say_of_sms(buffer)
-            return buffer.dispatch(rows, topk_weights=topk_weights, handle=plan)
-        buffer = self._buffer(kind)
-        self._say_of_sms(buffer)
-        out = buffer.dispatch(rows, self.topk_idx, topk_weights, **self._layout(expanded))
-        self._plans[kind, expanded] = buffer, out.handle
-        return out
+    def routing(self, layout: str) -> tuple[Tensor, int, dict[str, Any]]:
+        most = None if self._waits else self._most_rows(layout)
+        options = dict(expert_alignment=self.expert_alignment, max_recv_rows=most)
+        return self.topk_idx, self.num_experts, options
 
-    def combine(self, y: Tensor, topk_weights: Tensor | None) -> ep.CombineOutput:
-        kind = Kind(y.shape[1], y.dtype)
-        if (kind, self.do_expand) not in self._plans:
-            buffer = self._buffer(kind)
-            self._plans[kind, self.do_expand] = buffer, buffer.plan(self.topk_idx, **self._layout(self.do_expand))
-        buffer, plan = self._plans[kind, self.do_expand]
-        self._say_of_sms(buffer)
-        return buffer.combine(y, plan, topk_weights=topk_weights)
-
-    def _buffer(self, kind: Kind) -> ep.Buffer:
-        return self._pool.sized(Key(kind, self.num_experts, self.topk_idx.shape[1]), self._max_tokens).buffer
-
-    def _say_of_sms(self, buffer: ep.Buffer) -> None:
+    def _find(self, kind: Kind, layout: str) -> tuple[ep.Buffer, dict[str, Any]]:
+        buffer, how = super()._find(kind, layout)
         has = buffer.config.num_sms or DEFAULT_SMS
         if self._pool.num_sms not in (None, has):
             say_once(f"num_sms: given {self._pool.num_sms}; memory that was made before keeps {has} multiprocessors")
-
-    def _layout(self, expanded: bool) -> dict[str, Any]:
-        """Return the engine's arguments for a plan."""
-        most = None if self._waits else self._most_rows(expanded)
-        name = "expert" if expanded else "rank"
-        return dict(layout=name, expert_alignment=self.expert_alignment, max_recv_rows=most)
+        return buffer, how
 
     def begin(self, out: ep.DispatchOutput, exact: bool) -> None:
         """Take the counts of the dispatch that makes the handle."""
@@ -99,7 +75,7 @@ class EPHandle:
         self.psum_num_recv_tokens_per_expert = ends - rows + tokens if self.do_expand else ends
         self.num_recv_tokens_per_expert_list: list[int] = out.rows_on_host.tolist() if self._waits else []
         counted = sum(self.num_recv_tokens_per_expert_list)
-        self.num_expanded_tokens = counted if self._waits else self._most_rows(True)
+        self.num_expanded_tokens = counted if self._waits else self._most_rows("expert")
         device, (num_tokens, num_topk) = self.topk_idx.device, self.topk_idx.shape
         self.dst_buffer_slot_idx = missing(num_tokens, num_topk, device=device)
         self.num_recv_tokens: int | None = None if self.do_expand else self.num_rows
@@ -122,10 +98,8 @@ class EPHandle:
     def _exchange_sources(self, begins: Tensor) -> None:
         """Fill what tells the source of each received token, by a dispatch of 16 bytes for each."""
         idx, most, device = self.topk_idx, self.num_max_tokens_per_rank, self.topk_idx.device
-        sent = torch.zeros(len(idx), 4, dtype=torch.int32, device=device)
-        first = self._topology.rank * most
-        sent[:, 0] = torch.arange(first, first + len(idx), dtype=torch.int32, device=device)
-        out = self.dispatch(_SOURCE, False, sent.view(torch.bfloat16), None)
+        sent = numbered_rows(len(idx), self._topology.rank * most, device)
+        out = self.dispatch(SMALLEST, sent, None, "rank")
         assert isinstance(out.x, Tensor) and out.topk_idx is not None  # rows in rank layout
         source, here = out.x.view(torch.int32)[:, 0], out.topk_idx
         is_here = here >= 0
@@ -142,9 +116,9 @@ class EPHandle:
         counts = (is_from & is_here.any(1, keepdim=True)).sum(0, dtype=torch.int32)
         self.psum_num_recv_tokens_per_scaleup_rank = counts.cumsum(0, dtype=torch.int32)
 
-    def _most_rows(self, expanded: bool) -> int:
+    def _most_rows(self, layout: str) -> int:
         tokens = self._topology.num_ranks * self.num_max_tokens_per_rank
-        if not expanded:
+        if layout == "rank":
             return tokens
         rows = tokens * min(self.topk_idx.shape[1], self.num_local) + (self.expert_alignment - 1) * self.num_local
         return -(-rows // self.expert_alignment) * self.expert_alignment

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,18 +80,28 @@ class EventOverlap:
         self._releases = False
 
 
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values that are tensors, None, or tuples and lists of these."""
+    nested = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
+    return [t for group in nested for t in group if t is not None]
+
+
 class Operation:
-    """One operation: its outputs for the caller's stream, and at the end its event.
+    """One operation: its tensors, and at the end its event. Without overlap nobody needs the tensors."""
 
-    is_apart: it runs in another stream than the caller's. Otherwise there is nothing to hand over
-    """
+    def __init__(self, is_overlapped: bool = False, inputs: Sequence[Tensor] = ()):
+        self.event, self.is_overlapped, self.inputs = EventOverlap(), is_overlapped, inputs
+        self.outputs: list[Tensor] = []
 
-    def __init__(self, is_apart: bool):
-        self.event, self.is_apart = EventOverlap(), is_apart
-        self._outputs: list[Tensor] = []
+    def hand_over(self, *outputs: Any) -> None:
+        """Note outputs, which the caller's stream is going to use."""
+        if self.is_overlapped:
+            self.outputs += tensors_in(outputs)
 
-    def hand_over(self, *outputs: Tensor | None) -> None:
-        self._outputs += [t for t in outputs if t is not None]
+    def keep_tensors(self) -> None:
+        """Let the event keep the tensors, as that of low latency does in DeepEP."""
+        if self.event.event is not None:
+            self.event.extra_tensors = (*self.inputs, *self.outputs)
 
 
 class CommStream:
@@ -109,15 +119,15 @@ class CommStream:
 
     def operation(
         self,
-        inputs: tuple[Tensor | None, ...],
+        inputs: Iterable[Any],
         previous_event: EventOverlap | EventHandle | None,
         async_finish: bool,
         on_comm_stream: bool = False,
     ) -> AbstractContextManager[Operation]:
         """Run the operation inside after ``previous_event``, or else after all work so far in the current stream.
 
-        Without ``async_finish`` the current stream waits for it; with it, the caller waits by ``event``. ``inputs`` are
-        needed only with ``previous_event`` or ``async_finish``.
+        Without ``async_finish`` the current stream waits for it; with it, the caller waits by ``event``. ``inputs``, as
+        tensors_in takes them, are needed only with ``previous_event`` or ``async_finish``.
 
         An operation in a stream of its own allocates there in any case. on_comm_stream: allocate_on_comm_stream, which
         DeepEP takes only with both others
@@ -126,16 +136,12 @@ class CommStream:
         if on_comm_stream and (before is None or not async_finish):
             checks.fail("allocate_on_comm_stream", True, "True only with previous_event and async_finish")
         if async_finish or before is not None:
-            return self._asked_for(inputs, before, async_finish)
-        return nullcontext(Operation(False))
+            return self._overlapped(Operation(True, tensors_in(inputs)), before, async_finish)
+        return nullcontext(Operation())
 
     @contextmanager
-    def _asked_for(
-        self, inputs: tuple[Tensor | None, ...], before: EventHandle | None, async_finish: bool
-    ) -> Iterator[Operation]:
-        is_apart = any(t is not None and t.is_cuda for t in inputs)
-        operation = Operation(is_apart)
-        if not is_apart:
+    def _overlapped(self, operation: Operation, before: EventHandle | None, async_finish: bool) -> Iterator[Operation]:
+        if not any(t.is_cuda for t in operation.inputs):
             yield operation
             if async_finish:
                 operation.event = EventOverlap(EventHandle())
@@ -146,11 +152,10 @@ class CommStream:
                 stream.wait_stream(caller)
             else:
                 before.current_stream_wait()
-            for t in inputs:
-                if t is not None:
-                    t.record_stream(stream)
+            for t in operation.inputs:
+                t.record_stream(stream)
             yield operation
-            for t in operation._outputs:  # allocated in this stream, used in the caller's  # noqa: SLF001
+            for t in operation.outputs:  # allocated in this stream, used in the caller's
                 t.record_stream(caller)
             if async_finish:
                 operation.event = EventOverlap(EventHandle())

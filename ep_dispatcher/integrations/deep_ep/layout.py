@@ -89,15 +89,14 @@ def refuse_repeated(topk_idx: Tensor, reason: str) -> None:
 
 
 def remember(is_token_in_rank: Tensor, topk_idx: Tensor, *counts: Tensor) -> None:
-    """Note the routing of a layout on the layout, so that a dispatch can check it without counting again."""
-    is_token_in_rank.counted_from = ref(topk_idx)  # type: ignore[attr-defined]  # attributes of our own
-    is_token_in_rank.counted_with = tuple(map(ref, counts))  # type: ignore[attr-defined]
+    """Note on a layout what get_dispatch_layout made it of and with, so that a dispatch need not check it again."""
+    is_token_in_rank.made_with = tuple(map(ref, (topk_idx, *counts)))  # type: ignore[attr-defined]  # our attribute
 
 
 def is_of_one_layout(is_token_in_rank: Tensor, *counts: Tensor) -> bool:
     """Return whether these tensors are from one ``get_dispatch_layout``: then their shapes are right."""
-    known = getattr(is_token_in_rank, "counted_with", ())
-    return len(known) == len(counts) and all(ref_to() is t for ref_to, t in zip(known, counts))
+    known = getattr(is_token_in_rank, "made_with", ())[1:]
+    return len(known) == len(counts) and all(made() is t for made, t in zip(known, counts))
 
 
 def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:
@@ -105,13 +104,14 @@ def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Ten
 
     On a GPU trust a layout that get_dispatch_layout has counted from the same memory; count again for any other.
     """
-    if topk_idx.is_cuda and hasattr(is_token_in_rank, "counted_from"):
-        counted_from = is_token_in_rank.counted_from()
+    if topk_idx.is_cuda and hasattr(is_token_in_rank, "made_with"):
+        counted_from = is_token_in_rank.made_with[0]()
         if counted_from is not None and is_same_memory(counted_from, topk_idx):
             return
     *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
-    allowed = "what get_dispatch_layout gives for it"
-    mistake = checks.mistake("is_token_in_rank", "another routing than topk_idx", allowed)
+    mistake = checks.mistake(
+        "is_token_in_rank", "another routing than topk_idx", "what get_dispatch_layout gives for it"
+    )
     refuse_unless((expected == is_token_in_rank).all(), ValueError(mistake))
 
 

@@ -16,13 +16,13 @@ from ep_dispatcher.integrations.deep_ep.layout import refuse_repeated
 from ep_dispatcher.integrations.deep_ep.low_latency_decode import (
     Trip,
     handle_of,
-    measured,
+    measure,
     missing_sources,
     sources,
     trip_of,
 )
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
-from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind
 
 _ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
 
@@ -105,30 +105,29 @@ class LowLatency:
         if stats is not None:
             checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
         shape = num_local, num_ranks * most, x.shape[1]
-        inputs = (x, topk_idx, stats, waits)
-        with self._comm.operation(inputs, None, async_finish) as operation:
+        with self._comm.operation((x, topk_idx, stats, waits), None, async_finish) as operation:
             if envs.deep_ep_exact():
                 topk_idx = topk_idx.clone()  # the program may change its own
-                key = Key(Kind(8, torch.bfloat16), num_experts, topk_idx.shape[1])  # the smallest rows, 16 bytes
-                other = pool.in_turn(key, most, self.enable_shrink).ready()
-                items = sources(other, pool.group.rank(), topk_idx, num_ranks, waits)
-                operation.hand_over(*items)
+                smallest = Key(SMALLEST, num_experts, topk_idx.shape[1])
+                other = pool.in_turn(smallest, most, self.enable_shrink).ready()
+                measure(other, "dispatch", waits)
+                items = sources(other, pool.group.rank(), topk_idx, num_ranks)
+                operation.hand_over(items)
             else:
                 say_missing("recv_src_info and recv_layout_range")
                 items = missing_sources(num_local, shape[1], num_ranks, x.device)
-            hooked = pool.in_turn(
-                Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1]), most, self.enable_shrink
-            )
+            key = Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1])
+            hooked = pool.in_turn(key, most, self.enable_shrink)
             buffer = hooked.ready()
-            with measured(buffer, "dispatch", waits):
-                out = buffer.dispatch(
-                    x,
-                    topk_idx,
-                    layout="decode",
-                    quantize=(checks.POWERS_OF_TWO if round_scale else "e4m3_1x128") if use_fp8 else None,
-                    scale_format="ue8m0" if use_ue8m0 else "float32",
-                    return_hook=return_recv_hook,
-                )
+            measure(buffer, "dispatch", waits)
+            out = buffer.dispatch(
+                x,
+                topk_idx,
+                layout="decode",
+                quantize=(checks.POWERS_OF_TWO if round_scale else "e4m3_1x128") if use_fp8 else None,
+                scale_format="ue8m0" if use_ue8m0 else "float32",
+                return_hook=return_recv_hook,
+            )
             counts, hook = out.tokens_per_expert, None
             complete = partial(stats.add_, counts) if stats is not None else None
             if return_recv_hook:
@@ -137,10 +136,9 @@ class LowLatency:
                 complete()
             trip = Trip(hooked, out.handle, topk_idx, shape)
             recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
-            results = (*(recv_x if isinstance(recv_x, tuple) else (recv_x,)), counts, *trip.tensors())
-            operation.hand_over(*results)
-        event = _keeping(operation.event, *inputs, *results)
-        return recv_x, counts, handle_of(trip, items, most, num_experts), event, hook
+            operation.hand_over(recv_x, counts, trip.tensors())
+        operation.keep_tensors()
+        return recv_x, counts, handle_of(trip, items, most, num_experts), operation.event, hook
 
     def low_latency_combine(
         self,
@@ -204,11 +202,12 @@ class LowLatency:
             checks.tensor("out", out, (torch.bfloat16,), (num_tokens, trip.shape[2]), device)
         waits = combine_wait_recv_cost_stats
         self._check_waits("combine_wait_recv_cost_stats", waits, x)
-        inputs = (x, topk_idx, topk_weights, out, waits, *trip.tensors())
+        inputs = x, topk_idx, topk_weights, out, waits, trip.tensors()
         with self._comm.operation(inputs, None, async_finish) as operation:
             combined_x, hook = trip.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
             operation.hand_over(combined_x)
-        return combined_x, _keeping(operation.event, *inputs, combined_x), hook
+        operation.keep_tensors()
+        return combined_x, operation.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> Tensor:
         """Return the tensor that low_latency_combine reads with this handle and zero_copy; bfloat16, shaped as x."""
@@ -262,13 +261,6 @@ class LowLatency:
     def _check_asking(async_finish: bool, return_recv_hook: bool) -> None:
         if async_finish and return_recv_hook:
             checks.fail("async_finish", True, "one of async_finish and return_recv_hook")
-
-
-def _keeping(event: EventOverlap, *tensors: Tensor | None) -> EventOverlap:
-    """Let the event of an asynchronous operation keep the operation's tensors, as DeepEP's does."""
-    if event.event is not None:
-        event.extra_tensors = tuple(t for t in tensors if t is not None)
-    return event
 
 
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:

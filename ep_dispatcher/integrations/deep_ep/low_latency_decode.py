@@ -6,8 +6,7 @@ each rank's sum over its experts is rounded to bfloat16 before the owner adds th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.handle import carried_by, missing
 from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, refuse_unless
 from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer
+from ep_dispatcher.integrations.deep_ep.rows import numbered_rows
 
 
 class Trip:
@@ -43,8 +43,8 @@ class Trip:
     ) -> tuple[Tensor, Callable[[], None] | None]:
         """Return the sums, and with ``hook`` the function to call before reading them."""
         weights, buffer = self._weights(topk_idx, topk_weights), self._hooked.combines()
-        with measured(buffer, "combine", waits):
-            combined = buffer.combine(x, self._handle, weights=weights, out=out, return_hook=hook)
+        measure(buffer, "combine", waits)
+        combined = buffer.combine(x, self._handle, weights=weights, out=out, return_hook=hook)
         return combined.x, self._hooked.hook(combined) if hook else None
 
     def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
@@ -74,22 +74,17 @@ def trip_of(handle: tuple) -> Trip:
     return trip
 
 
-def sources(
-    buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int, waits: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def sources(buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
     """Return recv_src_info and recv_layout_range of a dispatch by the same topk_idx. Exchanges 16 bytes per row."""
-    sent = topk_idx.new_zeros(len(topk_idx), 4, dtype=torch.int32)
-    sent[:, 0] = rank
-    sent[:, 1] = torch.arange(len(topk_idx), dtype=torch.int32, device=topk_idx.device)
-    with measured(buffer, "dispatch", waits):
-        out = buffer.dispatch(sent.view(torch.bfloat16), topk_idx, layout="decode")
+    most = buffer.config.max_tokens_per_rank
+    sent = numbered_rows(len(topk_idx), rank * most, topk_idx.device)
+    out = buffer.dispatch(sent, topk_idx, layout="decode")
     assert isinstance(out.x, Tensor)  # as what was sent
-    received = out.x.view(torch.int32)
-    rows = torch.arange(received.shape[1], dtype=torch.int32, device=received.device)
-    source = received[:, :, 0].where(rows < out.tokens_per_expert[:, None], -1)
-    ranks = torch.arange(num_ranks, dtype=torch.int32, device=received.device)
+    number = out.x.view(torch.int32)[:, :, 0]
+    rows, ranks = (torch.arange(n, dtype=torch.int32, device=number.device) for n in (number.shape[1], num_ranks))
+    source = (number // most).where(rows < out.tokens_per_expert[:, None], -1)
     num_rows = (source[:, :, None] == ranks).sum(1)
-    return received[:, :, 1].contiguous(), (num_rows.cumsum(1) - num_rows) << 32 | num_rows
+    return number % most, (num_rows.cumsum(1) - num_rows) << 32 | num_rows
 
 
 @cache
@@ -99,21 +94,11 @@ def missing_sources(num_local: int, rows_per_group: int, num_ranks: int, device:
     return src_info, missing(num_local, num_ranks, dtype=torch.int64, device=device)
 
 
-_PLAIN = nullcontext()
-
-
-def measured(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> AbstractContextManager[None]:
-    """Let the operation inside add its wait for each rank to ``waits``, if not None."""
-    return _PLAIN if waits is None else _measured(buffer, operation, waits)
-
-
-@contextmanager
-def _measured(buffer: ep.Buffer, operation: str, waits: Tensor) -> Iterator[None]:
-    setattr(buffer, f"{operation}_wait_ns", waits)
-    try:
-        yield
-    finally:
-        setattr(buffer, f"{operation}_wait_ns", None)
+def measure(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> None:
+    """Let the next operation add its wait for each rank to ``waits``, if not None."""
+    name = f"{operation}_wait_ns"
+    if getattr(buffer, name) is not waits:
+        setattr(buffer, name, waits)
 
 
 def handle_of(

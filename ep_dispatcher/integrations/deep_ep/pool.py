@@ -28,13 +28,6 @@ class Key(NamedTuple):
     num_topk: int
 
 
-class Sized(NamedTuple):
-    """A buffer of our engine, and its tokens per rank."""
-
-    buffer: ep.Buffer
-    max_tokens: int
-
-
 class HookedBuffer:
     """A buffer of our engine in decode layout, and the hook of its last operation until that is called."""
 
@@ -98,24 +91,23 @@ class Pool:
         self.num_sms: int | None = None  # of buffers made from now on; timeout_s likewise
         self.timeout_s: float | None = None
         self._made: list[ep.Buffer] = []
-        self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
+        self._buffers: dict[Key, list[ep.Buffer]] = {}  # the last is in use
         # By tokens per rank, and whether they have masks.
         self._in_turn: dict[tuple[Key, int, bool], list[HookedBuffer]] = {}
         self._masked: set[int] = set()  # ranks masked by hand
         self._no_masks: str | None = None  # why buffers have no masks, though enable_shrink asks for them
 
-    def sized(self, key: Key, max_tokens: int) -> Sized:
+    def sized(self, key: Key, max_tokens: int) -> ep.Buffer:
         """Return the buffer for ``max_tokens``, the same on all ranks. Collective if it must be made."""
-        sized = self._buffers.setdefault(key, [])
-        if not sized or sized[-1].max_tokens < max_tokens:
-            if sized:
-                max_tokens = max(max_tokens, 2 * sized[-1].max_tokens)  # bounds the memory of all old ones together
-            sized.append(Sized(self._make(key, max_tokens), max_tokens))
-        return sized[-1]
+        made = self._buffers.setdefault(key, [])
+        largest = made[-1].config.max_tokens_per_rank if made else 0
+        if largest < max_tokens:
+            made.append(self._make(key, max(max_tokens, 2 * largest)))  # bounds the memory of all old ones together
+        return made[-1]
 
     def most_tokens(self) -> int:
         """Return tokens per rank that were enough for every dispatch so far, the same on all ranks."""
-        sizes = [sized.max_tokens for made in self._buffers.values() for sized in made]
+        sizes = [buffer.config.max_tokens_per_rank for made in self._buffers.values() for buffer in made]
         if not sizes:
             checks.fail("handle", "one of buffers that are destroyed", "a handle of this group's living buffers")
         return max(sizes)
@@ -192,7 +184,7 @@ class Pool:
     def _masking(self) -> list[HookedBuffer]:
         return [hooked for both in self._in_turn.values() for hooked in both if hooked.has_masks]
 
-    def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> Sized:
+    def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> ep.Buffer:
         """Return the buffer for a dispatch of ``num_tokens`` by this rank. Other ranks may have other numbers."""
         given = envs.max_tokens_per_rank()
         if given is not None:

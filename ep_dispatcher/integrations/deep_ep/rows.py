@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
+SMALLEST = Kind(8, torch.bfloat16)  # 16 bytes
+
+
+def numbered_rows(num_rows: int, first: int, device: torch.device) -> Tensor:
+    """Return rows of the smallest kind, which carry the numbers from ``first`` on as int32."""
+    rows = torch.zeros(num_rows, 4, dtype=torch.int32, device=device)
+    rows[:, 0] = torch.arange(first, first + num_rows, dtype=torch.int32, device=device)
+    return rows.view(SMALLEST.dtype)
+
+
 class Rows:
     """Rows that the engine moves as bytes: give it ``data``, and ``restore`` its output to the kind of ``x``.
 
@@ -26,33 +36,29 @@ class Rows:
     """
 
     def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
-        pair = isinstance(x, (tuple, list))
-        self._data: Tensor | tuple[Tensor, Tensor] | None = None
         self._x: Tensor
         self._scales: Tensor | None
         self._x, self._scales = x if isinstance(x, (tuple, list)) else (x, None)
+        self._data: Tensor | tuple[Tensor, Tensor] | None = None
         rows = self._x
         if not isinstance(rows, Tensor) or rows.dim() != 2:
             checks.fail("x", getattr(rows, "shape", type(rows).__name__), "a tensor [num_tokens, hidden], or a pair")
         (self.num_tokens, hidden), self.device, dtype = rows.shape, rows.device, rows.dtype
-        self._one_scale = isinstance(self._scales, Tensor) and self._scales.dim() == 1
-        if self._one_scale:
-            self._scales = cast(Tensor, self._scales)[:, None]
-        # Whether the engine takes x and returns its like as they are. Found here and not in `restore`: after a wait for
-        # counts the device may wait for the host.
-        self._as_is: bool
-        if pair:
-            self._as_is = self._check_pair() and not self._one_scale
+        # _as_is: whether the engine takes x and returns its like as they are. Found here and not in `restore`: after a
+        # wait for counts the device may wait for the host.
+        if self._scales is not None:
+            self._one_scale = self._scales.dim() == 1
+            if self._one_scale:
+                self._scales = self._scales[:, None]
+            self._as_is = self._check_pair(self._scales) and not self._one_scale
             self.kind = Kind(hidden, torch.bfloat16)
         elif dtype in checks.DTYPES:
-            self._as_is = True
-            self.kind = Kind(hidden, dtype)
+            self._as_is, self.kind = True, Kind(hidden, dtype)
         else:
-            self._as_is = False
             num_bytes = hidden * rows.element_size()
             if num_bytes % checks.ROW_GRANULARITY:
                 checks.fail("x", f"rows of {num_bytes} bytes", f"a multiple of {checks.ROW_GRANULARITY} bytes")
-            self.kind = Kind(num_bytes // 2, torch.bfloat16)
+            self._as_is, self.kind = False, Kind(num_bytes // 2, torch.bfloat16)
 
     @property
     def data(self) -> Tensor | tuple[Tensor, Tensor]:
@@ -63,52 +69,37 @@ class Rows:
                 self._data = x if scales is None else (x, scales.contiguous())
             elif scales is None:
                 self._data = x.contiguous().view(torch.bfloat16)
-            else:
-                self._data = _seen_as(x, torch.float8_e4m3fn), self._wide_scales()
+            else:  # the bits of the scales, with columns of zeros up to one for every block
+                bits = _seen_as(scales.contiguous(), torch.float32)
+                missing = checks.num_scales(x.shape[1]) - bits.shape[1]
+                wide = torch.nn.functional.pad(bits, (0, missing)) if missing else bits
+                self._data = _seen_as(x, torch.float8_e4m3fn), wide
         return self._data
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._x,) if self._scales is None else (self._x, self._scales)
-
     def restore(self, received: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        if self._scales is None:
-            assert isinstance(received, Tensor)  # as what was sent
+        if isinstance(received, Tensor):  # as what was sent
             return received if self._as_is else received.view(self._x.dtype)
         rows, scales = received
-        if self._as_is:
+        if self._as_is or self._scales is None:
             return rows, scales
-        num_scales = self._scales.shape[1]
-        if scales.shape[1] != num_scales:
-            scales = scales[:, :num_scales].contiguous()
-        scales = _seen_as(scales, self._scales.dtype)
+        scales = _seen_as(scales[:, : self._scales.shape[1]].contiguous(), self._scales.dtype)
         return _seen_as(rows, self._x.dtype), scales[:, 0] if self._one_scale else scales
 
-    def _check_pair(self) -> bool:
+    def _check_pair(self, scales: Tensor) -> bool:
         """Refuse a pair that the engine cannot move. Return whether its dtypes and columns are the engine's."""
-        x, scales = self._x, self._scales
-        assert scales is not None  # of a pair
-        (num_tokens, hidden), sizes = x.shape, scales.shape
+        x, sizes = self._x, scales.shape
+        hidden, most = x.shape[1], checks.num_scales(x.shape[1])
         if x.element_size() != 1 or hidden % checks.ROW_GRANULARITY or len(sizes) != 2 or scales.element_size() != 4:
             raise NotImplementedError(
                 f"x: a pair of {list(x.shape)} {x.dtype} and {list(sizes)} {scales.dtype}; the engine moves "
                 f"rows of one-byte elements, a multiple of {checks.ROW_GRANULARITY}, with scales [num_tokens, n] or "
                 "[num_tokens] of four bytes"
             )
-        if sizes[0] != num_tokens:
-            checks.fail("x[1]", f"scales of {sizes[0]} tokens", f"of the {num_tokens} tokens of x[0]")
-        most = checks.num_scales(hidden)
+        if sizes[0] != self.num_tokens:
+            checks.fail("x[1]", f"scales of {sizes[0]} tokens", f"of the {self.num_tokens} tokens of x[0]")
         if sizes[1] > most:
             raise NotImplementedError(f"x[1]: {sizes[1]} scales a row; the engine moves {most}")
-        dtypes = x.dtype, scales.dtype
-        return dtypes == (torch.float8_e4m3fn, torch.float32) and sizes[1] == most
-
-    def _wide_scales(self) -> Tensor:
-        """Return the bits of the scales as float32, with columns of zeros up to one for every block."""
-        scales = self._scales
-        assert scales is not None  # of a pair
-        missing = checks.num_scales(self._x.shape[1]) - scales.shape[1]
-        bits = _seen_as(scales.contiguous(), torch.float32)
-        return torch.nn.functional.pad(bits, (0, missing)) if missing else bits
+        return (x.dtype, scales.dtype, sizes[1]) == (torch.float8_e4m3fn, torch.float32, most)
 
 
 def _seen_as(t: Tensor, dtype: torch.dtype) -> Tensor:
