@@ -9,12 +9,22 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
+from ep_dispatcher.tools.benchmark.cases import Case
 from ep_dispatcher.tools.estimate import command, model
-from ep_dispatcher.tools.estimate.compared import PUBLISHED, RUNS, SHIPPED, compare_measured, compare_run
-from ep_dispatcher.tools.estimate.model import COMBINE, DISPATCH, MACHINES, estimate_time
+from ep_dispatcher.tools.estimate.compared import NCCL_RUNS, PUBLISHED, RUNS, SHIPPED, compare_measured, compare_run
+from ep_dispatcher.tools.estimate.model import COMBINE, DISPATCH, MACHINES
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes, make_limited_routing
 from ep_dispatcher.tools.estimate.run import Job, estimate
-from ep_dispatcher.tools.estimate.traffic import Counts, Row, buffer_config, combine_traffic, count, dispatch_traffic
+from ep_dispatcher.tools.estimate.traffic import (
+    Counts,
+    Messages,
+    Row,
+    buffer_config,
+    combine_traffic,
+    count,
+    dispatch_traffic,
+    over_nccl,
+)
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 3)]
@@ -111,6 +121,31 @@ def test_traffic_of_one_token():
     assert back.nvlink_in.tolist() == [128, 0, 128, 0] and back.nvlink_out.tolist() == [0, 128, 0, 128]
     assert back.expert_rows.tolist() == [0, 128, 0, 256]
     assert back.hbm.tolist() == [128 * n for n in (5, 2, 5, 3)]
+    messages = Messages.make(sizes, row, max_tokens=10, chunk_tokens=4, new_plan=True)
+    sent = 2 * message + 10 * (wire + table + 2 * item)  # as if all 10 tokens went to both ranks of the other node
+    assert messages == Messages(sent, 3, 12)
+    nccl = over_nccl(sizes, moved, messages)
+    assert nccl.nic_out.tolist() == nccl.nic_in.tolist() == [sent] * 4
+    assert (nccl.hbm - moved.hbm).tolist() == [2 * sent - wire, 2 * sent, 2 * sent - wire, 2 * sent]
+
+
+def test_messages_of_the_nccl_wire():
+    """Bounds, whatever the routing; whole chunks of at least 8 MiB, which come one after the other."""
+    sizes = Sizes(3, 2, tokens=1024, experts=24, topk=2)
+    job = Job(sizes, Routing(), MACHINES["H200"], max_tokens=4096)
+    row = Row.make(7168, 2, 2)  # a chunk of 256 has 3.5 MiB
+    messages = Messages.make(sizes, row, 4096, 256, new_plan=False)
+    assert (messages.number, messages.tokens) == (1 + 6, 3 * 256)
+    (uniform, slow), (empty, _) = (
+        job.cost("combine", count(sizes, Routing(kind).sample(sizes, 0)), nccl=True) for kind in ("uniform", "empty")
+    )
+    assert uniform.nic_out.tolist() == empty.nic_in.tolist() == [2 * messages.bytes] * 6
+    nic = 2 * messages.bytes / (50e3 * model.NIC_EFFICIENCY)
+    assert slow.busy_us["NIC"] == pytest.approx(nic) and slow.bottleneck == "NIC"
+    assert slow.fixed_us == pytest.approx(model.FIXED_US[COMBINE] + 7 * model.NCCL_MESSAGE_US)
+    found = estimate(replace(job, seeds=1))["operations"]["combine"]
+    assert found["nccl"]["us"] == slow.us > found["us"]
+    assert estimate(replace(job, sizes=replace(sizes, nodes=1)))["operations"]["combine"]["nccl"] is None
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])
@@ -123,19 +158,15 @@ def test_memory_is_what_a_buffer_allocates(nodes):
     assert sum(found["memory_parts"].values()) == found["memory_bytes"]
 
 
-def time_of(sizes, operation=DISPATCH, machine=MACHINES["H200"], new_plan=False, **settings):
-    counts = count(sizes, Routing().sample(sizes, 0))
-    row = Row.make(sizes.hidden, 2, sizes.topk)
-    plan = {} if operation == COMBINE else {"new_plan": new_plan}
-    traffic = (combine_traffic if operation == COMBINE else dispatch_traffic)(sizes, counts, row, **plan)
-    return estimate_time(operation, sizes, traffic, machine, new_plan=new_plan, **settings)
+def time_of(sizes, operation="cached dispatch", machine=MACHINES["H200"], **settings):
+    job = Job(sizes, Routing(), machine, **settings)
+    return job.cost(operation, count(sizes, job.routing.sample(sizes, 0)))[1]
 
 
-@pytest.mark.parametrize("operation", [DISPATCH, COMBINE])
+@pytest.mark.parametrize("operation", ["cached dispatch", "combine"])
 def test_the_bottleneck_is_named(operation):
     two, h200 = Sizes(2, 2, tokens=2048, experts=64), MACHINES["H200"]
-    slow = dict(machine=h200, operation=operation)
-    assert time_of(Sizes(1, 4, tokens=2048, experts=64), **slow).bottleneck == "NVLink"
+    assert time_of(Sizes(1, 4, tokens=2048, experts=64), operation).bottleneck == "NVLink"
     for field, value, name in (
         ("nic_gbit_per_s", 10.0, "NIC"),
         ("nvlink_gb_per_s", 5.0, "NVLink"),
@@ -152,38 +183,31 @@ def test_the_bottleneck_is_named(operation):
 def test_stages_cost_their_share_of_a_chunk():
     sizes = Sizes(2, 2, tokens=2048, experts=64)
     wide = replace(MACHINES["H200"], num_sms=132)  # so that NVLink is the longest inside a node
-    whole = time_of(sizes, COMBINE, wide, chunk_tokens=2048)
+    whole = time_of(sizes, "combine", wide, chunk_tokens=2048)
     assert whole.us == pytest.approx(whole.busy_us["NIC"] + whole.busy_us["NVLink"] + whole.fixed_us)
-    halves = time_of(sizes, COMBINE, wide, chunk_tokens=1024)
+    halves = time_of(sizes, "combine", wide, chunk_tokens=1024)
     assert halves.filling_us == pytest.approx(min(halves.busy_us["NIC"], halves.busy_us["NVLink"]) / 2)
     assert halves.us < whole.us
-    staged = time_of(sizes, DISPATCH, wide, chunk_tokens=2048)
+    staged = time_of(sizes, machine=wide, chunk_tokens=2048)
     assert staged.filling_us == pytest.approx(sum(sorted(staged.busy_us[w] for w in ("NIC", "NVLink", "staging"))[:2]))
     alone = Sizes(1, 4, tokens=2048, experts=64)
     assert time_of(alone, chunk_tokens=2048).us == time_of(alone, chunk_tokens=16).us
     assert time_of(alone).us == time_of(alone, machine=replace(MACHINES["H200"], nic_gbit_per_s=1.0)).us
 
 
-def standard_runs(field, values, **fixed):
+def standard_runs(field, values):
     """(value of the field, operation -> median us, counts) of our runs of the standard case."""
-    wanted = dict(tokens=4096, hidden=7168, experts=256, topk=8, routing="uniform", sms=24) | fixed
     for value in values:
-        case = wanted | {field: value}
-        name = (
-            "cuda-4ranks-{tokens}tokens-{hidden}hidden-{experts}experts-top{topk}-bfloat16-{routing}-expert-{sms}sms"
-        ).format(**case)
-        run = json.loads((RESULTS / f"{name}.json").read_text())
-        sizes = Sizes(1, 4, case["tokens"], case["hidden"], case["experts"], case["topk"])
+        case = Case(4, **{field: value})
+        run = json.loads((RESULTS / f"{case.name}.json").read_text())
+        sizes = Sizes(1, 4, case.tokens, case.hidden, case.experts, case.topk)
         median = {name: sides["engine"]["median_s"] * 1e6 for name, sides in run["operations"].items()}
-        yield value, median, sizes, count(sizes, Routing(case["routing"]).sample(sizes, 0))
+        yield value, median, sizes, count(sizes, Routing().sample(sizes, 0))
 
 
 def busiest_nvlink(sizes, counts, operation):
     """Bytes of the busiest direction of a rank."""
-    if operation == COMBINE:
-        traffic = combine_traffic(sizes, counts, Row.make(sizes.hidden, 2, sizes.topk))
-    else:
-        traffic = dispatch_traffic(sizes, counts, Row.make(sizes.hidden, 2, sizes.topk, weights=True), new_plan=False)
+    traffic, _ = Job(sizes, Routing(), MACHINES["H200"]).cost(operation, counts)
     return max(float(traffic.nvlink_in.max()), float(traffic.nvlink_out.max()))
 
 
@@ -191,7 +215,7 @@ def test_constants_follow_from_our_measurements():
     """The constants of the model, fitted once more to benchmarks/results as docs/estimate.md says."""
     runs = list(standard_runs("tokens", [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]))
     for kind, name in ((DISPATCH, "cached dispatch"), (COMBINE, "combine")):
-        points = [(busiest_nvlink(sizes, counts, kind), us[name], tokens) for tokens, us, sizes, counts in runs]
+        points = [(busiest_nvlink(sizes, counts, name), us[name], tokens) for tokens, us, sizes, counts in runs]
         (low, low_us, _), (high, high_us, _) = [p for p in points if p[2] in (4096, 32768)]
         gb_per_s = (high - low) / (high_us - low_us) / 1e3
         assert model.NVLINK_EFFICIENCY[kind] == pytest.approx(gb_per_s / 450, abs=0.001)
@@ -253,6 +277,10 @@ def test_our_virtual_nodes_are_met():
             limit = 0.06 if run.chunks == SHIPPED else 0.15
             assert c.error == pytest.approx(outside.get(c.name, 0), abs=0.005 if c.name in outside else limit), c.name
             assert not c.fitted
+    for run in NCCL_RUNS:
+        for name, c in compare_run(run).items():
+            assert c.fitted == (name == "cached dispatch")
+            assert abs(c.error) < (0.002 if c.fitted else 0.11), c.name
 
 
 TINY = "--gpus-per-node 2 --tokens 64 --hidden 256 --experts 16 --topk 2".split()
@@ -268,7 +296,8 @@ def test_command_prints_and_writes_what_estimate_returns(tmp_path, capsys):
     assert written["estimates"][2] == json.loads(json.dumps(expected))
     assert written["settings"]["machine"]["nic_gbit_per_s"] == 400.0
     (row,) = [line for line in said.splitlines() if line.split()[:2] == ["4", "8"]]
-    assert f"{expected['operations']['dispatch']['us']:.0f}" in row.split()
+    dispatch = expected["operations"]["dispatch"]
+    assert row.split()[2:4] == [f"{dispatch['us']:.0f}", f"{dispatch['nccl']['us']:.0f}"]
     assert row.split()[-1] == f"{expected['memory_bytes'] / 2**30:.2f}"
 
 

@@ -22,7 +22,7 @@ from ep_dispatcher.memory import MAX_LOCAL
 from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS
 from ep_dispatcher.tools.benchmark.harness import make_parser, number, numbers
 from ep_dispatcher.tools.estimate import report
-from ep_dispatcher.tools.estimate.compared import PUBLISHED, RUNS, compare_measured, compare_run
+from ep_dispatcher.tools.estimate.compared import NCCL_RUNS, PUBLISHED, RUNS, compare_measured, compare_run
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, MACHINES
 from ep_dispatcher.tools.estimate.routing import GROUP_SCORES, Routing, Sizes
 from ep_dispatcher.tools.estimate.run import Job, estimate
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.published or args.measured:
         if args.published:
             print(report.compared_table("DeepEP, published", [figure.compare() for figure in PUBLISHED]))
-            runs = [compared for run in RUNS for compared in compare_run(run).values()]
+            runs = [compared for run in (*RUNS, *NCCL_RUNS) for compared in compare_run(run).values()]
             print(f"\n{report.compared_table('this engine, virtual nodes on 2 H200', runs)}")
         if args.measured:
             print(report.compared_table("this engine, measured", list(compare_measured(args.measured))))

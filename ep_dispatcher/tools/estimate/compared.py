@@ -72,7 +72,7 @@ class Published:
         row = replace(Row.make(sizes.hidden, 2, sizes.topk, float8=not is_combine), weights=row_extra)
         machine = MACHINES["H800"] if v1 else replace(MACHINES["H100"], name="SM90", num_sms=self.num_sms)
         job = Job(sizes, Routing(), machine, chunk_tokens=max(1, self.chunk * CHANNELS))
-        _, time = job.cost(self.operation, counts, row, new_plan=False)
+        _, time = job.cost("combine" if is_combine else "cached dispatch", counts, row)
         rows = counts.received if sizes.nodes == 1 else counts.nic_out + counts.own_node
         logical = float(rows.double().mean()) * (row.in_output + row_extra)
         name = f"{self.source}, EP {8 * self.nodes}, {self.operation}"
@@ -129,6 +129,7 @@ def _was_fitted(case: Case, operation: str) -> bool:
 # ---- our runs between virtual nodes ---------------------------------------------------------------------------------
 
 NODES = 2
+NVLINK, SOCKETS = 116.4, 2.005  # GB/s of NCCL, fitted to the cached dispatches of NCCL_RUNS
 SHIPPED = (256, 256)  # chunks that buffers have: tokens of a dispatch, of a combine
 LARGER = (1024, 512)
 EARLIER = "earlier kernels"  # before rows and sums became bulk copies
@@ -136,9 +137,9 @@ EARLIER = "earlier kernels"  # before rows and sums became bulk copies
 
 @dataclass(frozen=True)
 class Run:
-    """Times of one setting on the peer wire: 4096 tokens per rank, hidden 7168, 256 experts, top-8."""
+    """Times of one setting on the peer wire, or over NCCL: 4096 tokens per rank, hidden 7168, 256 experts, top-8."""
 
-    us: tuple[float, ...]  # microseconds, in the order of OPERATIONS; a cached dispatch may be left out
+    us: tuple[float | None, ...]  # microseconds, in the order of OPERATIONS; None or left out: not measured
     gb_per_s: float | None = None  # the pace of the wire, per rank and direction; None: NVLink without a pace
     sms: int = 24  # with those of the wire
     rail_sms: int = 4  # those of the wire; the model ignores them
@@ -146,9 +147,12 @@ class Run:
     layout: str = "expert"
     gpus_per_node: int = 1  # 2: each GPU has a rank of both nodes
     kernels: str = ""  # the build, if not that of the other runs
+    nccl: str = ""  # over the NCCL wire: what NCCL sent through
 
     @property
     def name(self) -> str:
+        if self.nccl:
+            return f"{NODES} x {self.gpus_per_node}, NCCL wire over {self.nccl}"
         pace = "no pace" if self.gb_per_s is None else f"{self.gb_per_s:g} GB/s"
         chunks = "/".join(map(str, self.chunks))
         sms = f"{self.sms} SMs ({self.rail_sms} for the wire)"
@@ -186,17 +190,26 @@ RUNS = (
     Run((734, 416, 695), 100, kernels=EARLIER),
 )
 
+# The NCCL wire: build 99f9e51, 2 H200 of one host, PyTorch 2.11, NCCL 2.28.9 (`tests/nccl_wire.py 2 1 speed`).
+NCCL_RUNS = (
+    Run((888, None, 856, 793), NVLINK, nccl="NVLink, 16 SMs"),
+    Run((31032, None, 32179, 29635), SOCKETS, nccl="sockets of one host"),
+)
+
 
 @cache
 def compare_run(run: Run) -> dict[str, Compared]:
-    """Compare the model with every time of a run, by operation. Nothing was fitted to these."""
+    """Compare the model with every time of a run, by operation. Only NVLINK and SOCKETS were fitted to these."""
     sizes, results = Sizes(NODES, run.gpus_per_node), {}
     counts = sampled(sizes, Routing())
     if run.layout == "rank":
         counts = replace(counts, copies=counts.received)  # a row for each token that a rank receives
     for operation, measured in zip(OPERATIONS, run.us):
+        if measured is None:
+            continue
         kind = COMBINE if operation == "combine" else DISPATCH
         job = Job(sizes, Routing(), run.machine(kind), chunk_tokens=run.chunks[kind == COMBINE])
-        _, time = job.cost(operation, counts)
-        results[operation] = Compared(f"{run.name}, {operation}", "us", measured, time.us, time)
+        _, time = job.cost(operation, counts, nccl=bool(run.nccl))
+        fitted = bool(run.nccl) and operation == "cached dispatch"
+        results[operation] = Compared(f"{run.name}, {operation}", "us", measured, time.us, time, fitted)
     return results

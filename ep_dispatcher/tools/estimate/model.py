@@ -2,7 +2,7 @@
 
     busy(wire) = bytes of the rank / (peak * efficiency)        for every rank, the larger of in and out
     inside     = the longest of NVLink, multiprocessors, HBM, staging
-    time       = fixed + plan + hops + longest of (staging, NIC, inside) + (the other two) / chunks
+    time       = fixed + plan + hops or messages + longest of (staging, NIC, inside) + (the other two) / chunks
     operation  = the slowest rank
 
 Staging, NIC and ``inside`` are stages of a pipeline of chunks: the longest costs its whole time, the others that of one
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.tools.estimate.routing import Sizes
-from ep_dispatcher.tools.estimate.traffic import Traffic
+from ep_dispatcher.tools.estimate.traffic import Messages, Traffic
 
 DISPATCH, COMBINE = "dispatch", "combine"
 
@@ -33,6 +33,7 @@ HBM_EFFICIENCY = 0.79
 NIC_EFFICIENCY = 0.93
 # Assumed, not measured: a signal from GPU to GPU through two NICs.
 HOP_US = 5.0
+NCCL_MESSAGE_US = 20.0  # a message of the NCCL wire, besides its bytes: these come one after the other
 HOPS = {"dispatch": 3, "cached dispatch": 2, "combine": 1}  # successive waits for another node: Call, lists, data
 
 # Tokens that share a flag between nodes (``Shape.token_chunk`` of memory.py).
@@ -68,7 +69,7 @@ class Time:
     us: float
     bottleneck: str  # one of WIRES, or "fixed cost" if that is longer than each of them
     busy_us: dict[str, float]  # by WIRES
-    fixed_us: float  # fixed + plan + hops
+    fixed_us: float  # fixed + plan + hops or messages
     filling_us: float  # one chunk of each shorter stage
 
 
@@ -77,13 +78,14 @@ def estimate_time(
     sizes: Sizes,
     traffic: Traffic,
     machine: Machine,
-    *,
     new_plan: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
+    messages: Messages | None = None,
 ) -> Time:
     """Return the time of ``operation``, "dispatch" or "combine", that moves ``traffic``.
 
-    ``new_plan``: the dispatch makes a plan. Without it a dispatch is called cached.
+    ``new_plan``: the dispatch makes a plan. Without it a dispatch is called cached. ``messages``: those of the NCCL
+    wire, whose bytes ``traffic`` has; None: another wire.
     """
 
     def us(moved: Tensor, gb_per_s: float) -> Tensor:
@@ -102,12 +104,15 @@ def estimate_time(
     stages = torch.stack([busy["staging"], busy["NIC"], inside])
     if operation == COMBINE or sizes.nodes == 1:
         stages = stages[1:]
-    longest, chunks = stages.amax(0), max(1, -(-sizes.tokens // chunk_tokens))
-    filling = (stages.sum(0) - longest) / chunks
+    longest = stages.amax(0)
+    chunks = -(-sizes.tokens // (messages.tokens if messages else chunk_tokens))
+    filling = (stages.sum(0) - longest) / max(1, chunks)
     fixed = FIXED_US[operation]
     if new_plan:
         fixed += max(PLAN_US, PLAN_US_PER_TOKEN * sizes.tokens)
-    if sizes.nodes > 1:
+    if messages is not None:
+        fixed += NCCL_MESSAGE_US * messages.number
+    elif sizes.nodes > 1:
         cached = operation == DISPATCH and not new_plan
         fixed += HOP_US * HOPS["cached dispatch" if cached else operation]
     total = fixed + longest + filling

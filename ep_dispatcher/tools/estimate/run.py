@@ -10,7 +10,16 @@ from ep_dispatcher.checks import ROW_GRANULARITY, fail
 from ep_dispatcher.memory import BufferBytes, Shape, cuda_bytes
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
-from ep_dispatcher.tools.estimate.traffic import Counts, Row, Traffic, combine_traffic, count, dispatch_traffic
+from ep_dispatcher.tools.estimate.traffic import (
+    Counts,
+    Messages,
+    Row,
+    Traffic,
+    combine_traffic,
+    count,
+    dispatch_traffic,
+    over_nccl,
+)
 
 WIRE_BYTES = {
     "NIC out": "nic_out",
@@ -45,45 +54,55 @@ class Job:
         return OPERATIONS if float8 else tuple(name for name in OPERATIONS if name != "dispatch FP8")
 
     @property
+    def buffer_tokens(self) -> int:
+        return self.sizes.tokens if self.max_tokens is None else self.max_tokens
+
+    @property
     def memory(self) -> BufferBytes:
         """Return the bytes of a rank's buffer. The engine allocates them, or would if it ran on so many nodes."""
-        sizes, tokens = self.sizes, self.sizes.tokens if self.max_tokens is None else self.max_tokens
+        sizes = self.sizes
         nodes, local = sizes.nodes, sizes.gpus_per_node
-        shape = Shape(nodes, local, sizes.experts, sizes.topk, tokens, sizes.hidden, self.dtype)
+        shape = Shape(nodes, local, sizes.experts, sizes.topk, self.buffer_tokens, sizes.hidden, self.dtype)
         return cuda_bytes(shape, self.machine.num_sms)
 
     def cost(
-        self, operation: str, counts: Counts, row: Row | None = None, new_plan: bool | None = None
+        self, operation: str, counts: Counts, row: Row | None = None, *, nccl: bool = False
     ) -> tuple[Traffic, Time]:
         """Return bytes and time of one of ``OPERATIONS`` on one routing.
 
-        ``row``: given, or as the engine sends it, with weights in every dispatch. ``new_plan``: given, or that of the
-        operation.
+        ``row``: given, or as the engine sends it, with weights in every dispatch. ``nccl``: over the NCCL wire, between
+        nodes.
         """
         sizes, kind = self.sizes, COMBINE if operation == "combine" else DISPATCH
-        options = dict(float8=operation == "dispatch FP8", weights=kind == DISPATCH)
-        row = row or Row.make(sizes.hidden, self.dtype.itemsize, sizes.topk, **options)
-        if new_plan is None:
-            new_plan = operation in ("dispatch", "dispatch FP8")
+        new_plan, float8 = operation in ("dispatch", "dispatch FP8"), operation == "dispatch FP8"
+        if row is None:
+            row = Row.make(sizes.hidden, self.dtype.itemsize, sizes.topk, float8=float8, weights=kind == DISPATCH)
         if kind == COMBINE:
             traffic = combine_traffic(sizes, counts, row)
         else:
             traffic = dispatch_traffic(sizes, counts, row, new_plan=new_plan)
-        time = estimate_time(kind, sizes, traffic, self.machine, new_plan=new_plan, chunk_tokens=self.chunk_tokens)
-        return traffic, time
+        messages = None
+        if nccl:
+            messages = Messages.make(sizes, row, self.buffer_tokens, self.chunk_tokens, new_plan=new_plan)
+            traffic = over_nccl(sizes, traffic, messages)
+        return traffic, estimate_time(kind, sizes, traffic, self.machine, new_plan, self.chunk_tokens, messages)
 
 
 def estimate(job: Job) -> dict:
     """Return an entry of "estimates" in the JSON, as docs/estimate.md describes it: bytes and microseconds."""
     sizes = job.sizes
     all_counts = [count(sizes, job.routing.sample(sizes, seed)) for seed in range(job.seeds)]
-    costs = {name: [job.cost(name, counts) for counts in all_counts] for name in job.operations}
+
+    def summary(name: str, *, nccl: bool = False) -> dict:
+        return _summary([job.cost(name, counts, nccl=nccl) for counts in all_counts])
+
+    nccl = {name: summary(name, nccl=True) if sizes.nodes > 1 else None for name in job.operations}
     return {
         "nodes": sizes.nodes,
         "ranks": sizes.ranks,
         "tokens_received": _spread([counts.received for counts in all_counts]),
         "expert_rows": _spread([counts.copies for counts in all_counts]),
-        "operations": {name: _summary(found) for name, found in costs.items()},
+        "operations": {name: summary(name) | {"nccl": nccl[name]} for name in job.operations},
         "memory_bytes": job.memory.total,
         "memory_parts": job.memory.region | job.memory.state,
     }

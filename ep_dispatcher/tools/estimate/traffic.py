@@ -9,13 +9,14 @@ In a dispatch a row of source (n, l), rank l of node n, goes this way:
             k == l: no wire                                                    -> own
         (m, k) writes it once per expert that it has of the token              -> copies
 
-In a combine partial sums go the same ways back: sent and received change places.
+In a combine partial sums go the same ways back: sent and received change places. The NCCL wire has rows and lists of
+all tokens that the buffer is for, whatever the routing (docs/protocol.md, "Messages of the NCCL wire").
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from ep_dispatcher import _C_cpu
 from ep_dispatcher.checks import num_scales
 from ep_dispatcher.memory import Shape, round_up
 from ep_dispatcher.tools.estimate.routing import Sizes
+
+MESSAGE_BYTES = 8 << 20  # of a message of rows, at least (csrc/cuda/rail/messages.cu)
 
 
 @dataclass(frozen=True)
@@ -152,3 +155,28 @@ def combine_traffic(sizes: Sizes, counts: Counts, row: Row) -> Traffic:
     expert_rows = counts.copies.double() * row.bytes
     hbm = expert_rows + 2 * (over_in + own) + 2 * out + 2 * into + sizes.tokens * wire
     return Traffic(out, into, over_out, over_in, expert_rows, torch.zeros_like(out), hbm)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a rank exchanges with each rail peer in one operation over the NCCL wire: as much in both directions."""
+
+    bytes: int
+    number: int
+    tokens: int  # of a message of rows or sums, at most
+
+    @staticmethod
+    def make(sizes: Sizes, row: Row, max_tokens: int, chunk_tokens: int, *, new_plan: bool) -> Messages:
+        """Count the Call, with the counts of both parities, the rows of whole chunks, and the lists of a new plan."""
+        config = buffer_config(sizes)
+        chunks = -(-max_tokens // chunk_tokens)
+        step = min(chunks, -(-MESSAGE_BYTES // (chunk_tokens * row.on_wire)))
+        lists = sizes.gpus_per_node * config.item_ints + config.table_ints if new_plan else 0
+        moved = max_tokens * (row.on_wire + 4 * lists) + 2 * 4 * config.counts_ints
+        return Messages(moved, 1 + -(-chunks // step) + new_plan, step * chunk_tokens)
+
+
+def over_nccl(sizes: Sizes, traffic: Traffic, messages: Messages) -> Traffic:
+    """Return ``traffic`` with these messages in place of what the routing needs between nodes."""
+    moved = torch.full_like(traffic.nic_out, (sizes.nodes - 1) * messages.bytes)
+    return replace(traffic, nic_out=moved, nic_in=moved, hbm=traffic.hbm - traffic.nic_out - traffic.nic_in + 2 * moved)
