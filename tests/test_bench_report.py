@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
+import report
 from commands import ROOT
 
 from ep_dispatcher.tools.benchmark import suite
@@ -15,14 +16,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = {"gpus": ["NVIDIA H200"] * 4, "cpu": "a CPU", "cores": 2, "driver": "580.1", "cuda": "13.0", "nccl": "2.28.9"}
 MACHINE |= {"torch": "2.11.0", "git_commit": "abc", "date": "2026-11-21T10:00:00+00:00", "compiler": "g++ 12"}
 MACHINE |= {"load_average_at_start": [0.1, 0.2, 0.3]}
-
-
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import report
-
-    return report
 
 
 def made_up(case: Case, **found) -> dict:
@@ -58,7 +51,7 @@ def results(tmp_path):
     return folder
 
 
-def test_the_part_of_the_page(report, results, tmp_path, capsys):
+def test_the_part_of_the_page(results, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     page = tmp_path / "docs" / "performance.md"
     page.parent.mkdir()
@@ -83,19 +76,16 @@ def test_the_part_of_the_page(report, results, tmp_path, capsys):
     assert page.read_text() == text and [image.read_bytes() for image in images] == drawn
 
 
-def test_a_page_without_marks_stays_as_it_is(report, results, tmp_path, capsys):
+def test_a_page_stays_as_it_is(results, tmp_path, capsys):
+    """Without marks, and with --check. This fails for a page with other figures, and passes for ours."""
     page = tmp_path / "performance.md"
-    page.write_text("no marks")
-    assert report.main(["--page", str(page), "--results", str(results)]) == 1
-    assert page.read_text() == "no marks" and f"{page}: given without" in capsys.readouterr().out
-
-
-def test_the_check_changes_nothing(report, results, tmp_path, capsys):
-    """It fails for a page with other figures, and passes for ours."""
-    page = tmp_path / "performance.md"
-    page.write_text(f"{report.BEGIN}\nold\n{report.END}\n")
-    assert report.main(["--page", str(page), "--results", str(results), "--check"]) == 1
-    assert "old" in page.read_text()
+    for text, check, said in (
+        ("no marks", [], "given without"),
+        (f"{report.BEGIN}\nold\n{report.END}\n", ["--check"], "its figures are not those of"),
+    ):
+        page.write_text(text)
+        assert report.main(["--page", str(page), "--results", str(results), *check]) == 1
+        assert page.read_text() == text and f"{page}: {said}" in capsys.readouterr().out
     assert report.main(["--check"]) == 0
 
 

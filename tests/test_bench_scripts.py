@@ -5,9 +5,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import deep_ep_speed
+import float8_experts
+import moe_mlp
 import pytest
 import torch
 import torch.distributed as dist
+from all_to_all_layer import AllToAllLayer
 from commands import ROOT
 from deep_ep_case import Case, environment
 
@@ -36,14 +40,6 @@ NAMES = [
 ]
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import deep_ep_speed
-
-    return deep_ep_speed
-
-
 def used(x: torch.Tensor | tuple, counts: list[int] | None) -> list[torch.Tensor]:
     """Copies of all rows, or of those that experts got."""
     parts = [t.float() for t in (x if isinstance(x, tuple) else (x,))]
@@ -54,9 +50,6 @@ def used(x: torch.Tensor | tuple, counts: list[int] | None) -> list[torch.Tensor
 
 def run_both(rank: int, engine: str) -> list[str]:
     """Compare the results of both sides, where they return any. Return the names of what was compared."""
-    sys.path.insert(0, BENCHMARKS)
-    import deep_ep_speed
-
     case = deep_ep_speed.Case(engine=engine, **SIZES, sms=8, rounds=1)
     device, compared = torch.device(device_of(engine, rank)), []
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms, engine=engine)
@@ -85,8 +78,8 @@ def test_both_sides_do_the_same(pools, engine):
         assert compared == [name for name in NAMES if name not in without_results]
 
 
-def test_a_run_on_the_cpu(script, tmp_path, capsys):
-    script.main(["--engine", "cpu", "--ranks", "2", "--out", str(tmp_path / "times.json"), *OPTIONS])
+def test_a_run_on_the_cpu(tmp_path, capsys):
+    deep_ep_speed.main(["--engine", "cpu", "--ranks", "2", "--out", str(tmp_path / "times.json"), *OPTIONS])
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == len(NAMES)
     times = json.loads((tmp_path / "times.json").read_text())
@@ -95,12 +88,12 @@ def test_a_run_on_the_cpu(script, tmp_path, capsys):
     assert all(us > 0 for _, _, us in times["device"] + times["host"])
 
 
-def test_lines(script):
-    case = script.Case(engine="cuda", **SIZES, sms=8, rounds=1)
+def test_lines():
+    case = deep_ep_speed.Case(engine="cuda", **SIZES, sms=8, rounds=1)
     device = {("layout", "deep_ep"): 30.0, ("combine", "deep_ep"): 42.0, ("combine", "engine"): 40.0}
     host = {("layout", "deep_ep"): 50.0, ("combine", "deep_ep"): 22.0, ("combine", "engine"): 20.0}
     graph = {("combine", "deep_ep"): 41.0}
-    layout, combine, note = script.lines(case, 2, script.Found(device, host, graph, ["a note"]))[2:]
+    layout, combine, note = deep_ep_speed.lines(case, 2, deep_ep_speed.Found(device, host, graph, ["a note"]))[2:]
     assert layout.split() == ["layout", "30.0", "50.0"] and note == "a note"
     assert combine.split() == ["combine", "42.0", "40.0", "1.050", "22.0", "20.0", "1.100", "41.0"]
 
@@ -123,7 +116,6 @@ def test_a_run_on_gpus(tmp_path):
 @pytest.fixture
 def gemm(monkeypatch):
     """The benchmark on the CPU, without Triton. Its own name is also that of a module of the package."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kernels = SimpleNamespace(Tile=lambda *sizes: sizes)
     monkeypatch.setitem(sys.modules, "ep_dispatcher.moe.grouped_gemm_kernels", kernels)
     monkeypatch.setattr("ep_dispatcher.moe.grouped_gemm_kernels", kernels, raising=False)
@@ -173,9 +165,6 @@ def test_the_least_is_held_against_the_bar(gemm, monkeypatch, capsys):
 
 def test_float8_beside_bfloat16(monkeypatch):
     """Decibels of both, and every operation runs."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import float8_experts
-
     monkeypatch.setattr(float8_experts, "DEVICE", "cpu")
     case = float8_experts.Case(3, 200, 144, 48)
     lost = float8_experts.decibels(case)
@@ -189,14 +178,6 @@ def test_float8_beside_bfloat16(monkeypatch):
 # ---- benchmarks/moe_mlp.py ------------------------------------------------------------------------------------------
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 8, 8, 3, 20
-
-
-@pytest.fixture
-def moe_mlp(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import moe_mlp as script
-
-    return script
 
 
 def given_to(rank: int, routing: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -214,9 +195,6 @@ def make_buffer(dtype: torch.dtype, ranks_per_node: int | None = None) -> ep.Buf
 
 
 def plain_layer(rank: int, routing: str) -> None:
-    sys.path.insert(0, BENCHMARKS)
-    from all_to_all_layer import AllToAllLayer
-
     idx, leaves = given_to(rank, routing, torch.float32)
     of_y = torch.randn_like(leaves[0])
     layer = AllToAllLayer(idx, EXPERTS, dist.group.WORLD)
@@ -235,30 +213,34 @@ def test_the_plain_layer_computes_the_same(pools, num_ranks, routing):
     pools(num_ranks).run(plain_layer, routing)
 
 
-def all_sides(rank: int, ranks_per_node: int) -> tuple[list, dict]:
-    sys.path.insert(0, BENCHMARKS)
-    import moe_mlp
-
+def all_sides(rank: int, ranks_per_node: int) -> tuple[list, dict, dict]:
+    """Every side, what moe_mlp chose, and the options of each path's call of ep.moe_mlp."""
     moe_mlp._nccl[:] = [dist.group.WORLD]
     idx, leaves = given_to(rank, "uniform", torch.bfloat16)
-    with make_buffer(torch.bfloat16, ranks_per_node) as buffer:
+    run, calls = ep.moe_mlp, {}
+    with make_buffer(torch.bfloat16, ranks_per_node) as buffer, pytest.MonkeyPatch.context() as patch:
         sides, ran = moe_mlp.sides_of(buffer, [*moe_mlp.PATHS], idx, [t.detach() for t in leaves])
-        for side in sides.values():
+        for (_, path), side in sides.items():
+            patch.setattr(ep, "moe_mlp", lambda *a, path=path, **given: run(*a, **calls.setdefault(path, given)))
             side()
-    return list(sides), ran
+    return list(sides), ran, calls
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_every_side_runs(pools, moe_mlp, ranks_per_node):
-    """Each path and each path's GEMMs alone, in both passes; the choice is that of moe_mlp."""
-    for sides, ran in pools(2).run(all_sides, ranks_per_node):
+def test_every_side_runs(pools, ranks_per_node):
+    """Each path and each path's GEMMs alone, in both passes, with its parts; the choice is that of moe_mlp."""
+    for sides, ran, calls in pools(2).run(all_sides, ranks_per_node):
         assert set(sides) == {
             (name, path) for name in moe_mlp.PASSES for path in {*moe_mlp.PATHS, *moe_mlp.PATHS.values()}
         }
         assert ran == {(name, "parts"): "chose serial, " for name in moe_mlp.PASSES}
+        parts = {path: (given["num_parts"], given["overlap"]) for path, given in calls.items()}
+        assert parts == {"serial": (1, False), "parts": (2, True), "parts-serial": (2, False)}
+        rows = {path: given["max_recv_rows"] for path, given in calls.items()}
+        assert rows["parts"] == rows["parts-serial"] < rows["serial"]
 
 
-def test_cases_of_layers(moe_mlp, capsys):
+def test_cases_of_layers(capsys):
     few = ["--cases", "128x2048x128x768", "--sms", "16", "24", "--max-tokens", "64"]
     cases = moe_mlp.cases_of(moe_mlp.parse_args([*few, "--ranks", "4", "--ranks-per-node", "2"]))
     assert [(case.routing, case.sms) for case in cases] == [(r, s) for r in ("uniform", "skewed") for s in (16, 24)]
@@ -272,7 +254,7 @@ def test_cases_of_layers(moe_mlp, capsys):
         assert f"--ranks-per-node: given {size}, allowed: " in capsys.readouterr().err
 
 
-def test_time_that_is_exposed(moe_mlp):
+def test_time_that_is_exposed():
     """What a path takes beyond its GEMMs: those of its own parts, or of the path that it is compared with."""
     (case, *_) = moe_mlp.cases_of(moe_mlp.parse_args(["--ranks", "2"]))
     us = {"serial": 30.0, "parts": 25.0, "nccl": 50.0, "GEMMs": 20.0, "grouped_mm": 22.0}
@@ -286,31 +268,6 @@ def test_time_that_is_exposed(moe_mlp):
     in_parts = {(name, path): value for name in moe_mlp.PASSES for path, value in us.items()}
     rows = moe_mlp.lines(case, moe_mlp.Measured(in_parts, dict.fromkeys(in_parts, "CUDA graph")))[1:4]
     assert [row.split("exposed")[1].split()[0] for row in rows] == ["10", "1", "20"]
-
-
-def test_what_each_path_runs(pools, moe_mlp):
-    """Parts and overlap of every call of ep.moe_mlp."""
-    calls = pools(2).run(calls_of_paths)[0]
-    assert {path: (found["num_parts"], found["overlap"]) for path, found in calls.items()} == {
-        "serial": (1, False),
-        "parts": (2, True),
-        "parts-serial": (2, False),
-    }
-    assert calls["parts"]["max_recv_rows"] == calls["parts-serial"]["max_recv_rows"] < calls["serial"]["max_recv_rows"]
-
-
-def calls_of_paths(rank: int) -> dict:
-    sys.path.insert(0, BENCHMARKS)
-    import moe_mlp
-
-    idx, leaves = given_to(rank, "uniform", torch.bfloat16)
-    found, paths = {}, [path for path in moe_mlp.PATHS if path != "nccl"]
-    with make_buffer(torch.bfloat16, 1) as buffer, pytest.MonkeyPatch.context() as patch:
-        sides, _ = moe_mlp.sides_of(buffer, paths, idx, [t.detach() for t in leaves])
-        for path in paths:
-            patch.setattr(ep, "moe_mlp", lambda *given, path=path, **options: found.setdefault(path, options))
-            sides["forward", path]()
-    return found
 
 
 @pytest.mark.skipif(bool(cuda_problem()), reason=f"needs a usable GPU: {cuda_problem()}")

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import time_line as script
 import torch
 from commands import ROOT
 
@@ -22,14 +23,6 @@ BEGIN = 1_700_000_000_000_000_000  # of a clock in ns
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA module")
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import time_line
-
-    return time_line
 
 
 def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -> torch.Tensor:
@@ -67,7 +60,7 @@ def steps_by_name(run: dict) -> dict:
     return {(step.lane, step.name): step for step in run["steps"]}
 
 
-def test_a_step_lasts_from_the_stamp_before_it_to_its_own(script):
+def test_a_step_lasts_from_the_stamp_before_it_to_its_own():
     run = script.run_of(a_dispatch(), STEPS)
     steps = steps_by_name(run)
     assert run["us"] == 25
@@ -87,7 +80,7 @@ def test_a_step_lasts_from_the_stamp_before_it_to_its_own(script):
     assert steps["dispatch: relays", "all chunks relayed"][2:] == (5, 90, 90, 85)
 
 
-def test_launches_and_operations_are_ordered_by_time(script):
+def test_launches_and_operations_are_ordered_by_time():
     """The ring of operations begins anywhere."""
     helper, mover = {(0, 8): {"dispatch": 0.0, "staged": 4}}, {(0, 0): {"dispatch": 0.0, "planned": 9}}
     run = script.run_of(in_two(stamped(helper | mover), a_dispatch(20)), STEPS)
@@ -98,19 +91,19 @@ def test_launches_and_operations_are_ordered_by_time(script):
     assert [(run["zero_ns"] - BEGIN, run["us"]) for run in runs] == [(0, 25), (40_000, 15)]
 
 
-def of_rank(script, run_us: list[float]) -> dict:
+def of_rank(run_us: list[float]) -> dict:
     runs = [script.run_of(a_dispatch(), STEPS) | {"us": us} for us in run_us]
     return {"runs": runs, "one_us": 30.0, "gap_us": 4.5, "clock_step_ns": 32}
 
 
 @pytest.fixture
-def made_up(script) -> dict:
+def made_up() -> dict:
     sizes = dict(tokens=128, hidden=7168, experts=256, sms=24, layout="decode", ranks_per_node=None)
-    ranks = [of_rank(script, [30, 31, 90]), of_rank(script, [33, 40, 38])]
+    ranks = [of_rank([30, 31, 90]), of_rank([33, 40, 38])]
     return {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
 
 
-def test_the_rank_with_the_longest_median_run_is_shown(script, made_up, tmp_path, capsys):
+def test_the_rank_with_the_longest_median_run_is_shown(made_up, tmp_path, capsys):
     assert (made_up["rank"], made_up["us"], made_up["runs"]) == (1, 38, 3)
     pytest.importorskip("matplotlib")
     path = tmp_path / "dispatch.json"
@@ -120,7 +113,7 @@ def test_the_rank_with_the_longest_median_run_is_shown(script, made_up, tmp_path
     assert path.with_suffix(".svg").read_bytes().count(b"<g id=") > 20
 
 
-def test_roles_are_those_of_the_kernels(script):
+def test_roles_are_those_of_the_kernels():
     dispatch, pipeline = (
         (ROOT / f"csrc/cuda/{name}.cuh").read_text() for name in ("dispatch/dispatch", "combine/pipeline")
     )
