@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import ROOT
 
 from ep_dispatcher import engines
 from ep_dispatcher.errors import PeerTimeoutError
 
-ROOT = Path(__file__).parents[1]
 KERNELS = sorted((ROOT / "csrc/cuda").rglob("*.cu"))
 MAX_REGISTERS = 128
 MAX_SPILLED = 64  # bytes
@@ -131,42 +132,19 @@ def test_ranks_of_a_node_must_be_neighbours():
         check_cuda_sizes(Topology(0, ((0, 2), (1, 3))), 72, 8)
 
 
-class Engine:
-    """Stands for the engine in C++, with what its kernels have reported."""
-
-    def __init__(self, late=None, mistake=None):
-        self._late, self._mistake, self.is_out_of_step = late, mistake, False
-
-    def out_of_step(self):
-        return self.is_out_of_step
-
-    def late(self):
-        return self._late
-
-    def take_error(self):
-        mistake, self._mistake = self._mistake, None
-        return mistake
-
-
-class Gone:
-    """Stands for a store whose host is gone."""
-
-    def set(self, *_):
-        raise RuntimeError("gone")
-
-
 def reports_of(late=None, mistake=None, masks=False, has_messages=False):
-    """Rank 0 of 3: (its reports, a list that grows when it aborts)."""
+    """Rank 0 of 3, with what its kernels have reported: (its reports, a list that grows when it aborts)."""
     from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
     from ep_dispatcher.engines.health import Health
     from ep_dispatcher.engines.optional.masks import Masks
 
-    aborts = []
-    config = SimpleNamespace(
-        num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3, node_ranks=(0, 1, 2))
-    )
+    aborts, mistakes = [], iter([mistake])
+    engine = SimpleNamespace(out_of_step=lambda: False, late=lambda: late, take_error=lambda: next(mistakes, None))
+    store = Mock(**{"set.side_effect": RuntimeError("gone")})  # its host is gone
+    topology = SimpleNamespace(rank=0, num_ranks=3, node_ranks=(0, 1, 2))
+    config = SimpleNamespace(num_experts=8, store=store, topology=topology)
     health = Health(lambda: aborts.append(1))
-    return KernelReports(Engine(late, mistake), config, health, Masks(health) if masks else None, has_messages), aborts
+    return KernelReports(engine, config, health, Masks(health) if masks else None, has_messages), aborts
 
 
 def late_report():
@@ -233,7 +211,7 @@ def test_ranks_that_differ_end_the_use_of_a_buffer_with_messages(mistake, when):
     if when == "later" and not differs:
         reports.raise_found(ends=False)
         assert not aborts
-    reports._engine.is_out_of_step = not differs
+    reports._engine.out_of_step = lambda: not differs
     for ends in (False, True):
         with pytest.raises(ValueError, match="messages of the NCCL wire do not fit together; destroy"):
             reports.raise_found(ends=ends)

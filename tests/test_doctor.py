@@ -26,7 +26,7 @@ Legend:
 
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("EP_DISPATCHER_")]:
+    for name in [name for name in os.environ if name.startswith(("EP_DISPATCHER_", "NVSHMEM_"))]:
         monkeypatch.delenv(name)
 
 
@@ -210,7 +210,7 @@ def test_nvlink(monkeypatch):
     assert found("NVLink").found.startswith("not between GPUs 0-2 (")
 
 
-def test_nvshmem(monkeypatch, tmp_path, transport_switches):
+def test_nvshmem(monkeypatch, tmp_path):
     monkeypatch.setattr(metadata, "version", not_installed)
     assert found("NVSHMEM").state == "optional"
     monkeypatch.setattr(metadata, "version", lambda name: "3.3.9" if name.endswith("cu12") else not_installed(name))
@@ -233,14 +233,7 @@ def add_card(root, card: str, state: str = "4: ACTIVE", layer: str = "InfiniBand
 
 
 def add_devices(root) -> None:
-    (root / "dev/infiniband").mkdir(parents=True)
-    (root / "dev/infiniband/uverbs0").touch()
-
-
-@pytest.fixture
-def transport_switches(monkeypatch):
-    for name in ("NVSHMEM_HOME", "NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
-        monkeypatch.delenv(name, raising=False)
+    (root / "dev/infiniband/uverbs0").mkdir(parents=True)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +248,7 @@ def transport_switches(monkeypatch):
         (False, True, {}, "optional", "RDMA"),
     ],
 )
-def test_nvshmem_transport(monkeypatch, tmp_path, transport_switches, has_card, installed, environment, state, text):
+def test_nvshmem_transport(monkeypatch, tmp_path, has_card, installed, environment, state, text):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     monkeypatch.setattr(metadata, "version", lambda name: "3.4.5" if installed else not_installed(name))
     if has_card:

@@ -43,18 +43,32 @@ def run(*command, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def program(path: Path, text: str) -> Path:
+    """Write a program that stands for another one."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def before_path(folder: Path) -> str:
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def copy_of(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder / "copy", ignore=shutil.ignore_patterns("build", "*.so"))
+    return folder / "copy"
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """An unpacked source distribution, made from a copy of this folder."""
     folder = tmp_path_factory.mktemp("packaging")
     copy = folder / "copy"
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
-        copy.mkdir(exist_ok=True)
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy)
     for name in ("csrc", "ep_dispatcher"):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+        shutil.copy(ROOT / name, copy)
     result = run(sys.executable, "-c", HOOK, "build_sdist", folder, cwd=copy)
     assert result.returncode == 0, result.stderr
     with tarfile.open(folder / result.stdout.split()[-1]) as archive:
@@ -146,23 +160,16 @@ def test_a_missing_compiler_is_named_with_the_fix(source, compiler):
 
 def test_a_broken_nvcc_is_named_with_the_way_around_it(source, tmp_path):
     """Such as one that is too old for the architectures; a compiler that does nothing "builds" the CPU module."""
-    copy, nvcc = tmp_path / "copy", tmp_path / "bin" / "nvcc"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho \"nvcc fatal : Unsupported gpu architecture 'compute_90a'\" >&2\nexit 1\n")
-    nvcc.chmod(0o755)
-    (nvcc.parent / "g++").write_text(FAKE_COMPILER.format(version=1, log=tmp_path / "log"))
-    (nvcc.parent / "g++").chmod(0o755)
-    path = f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"
-    command = (sys.executable, "setup.py", "build_ext")
-    result = run(*command, cwd=copy, PATH=path, EP_DISPATCHER_CUDA="", CC="g++", CXX="g++", MAX_JOBS="1")
+    said = "nvcc fatal : Unsupported gpu architecture 'compute_90a'"
+    nvcc = program(tmp_path / "bin/nvcc", f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    program(tmp_path / "bin/g++", FAKE_COMPILER.format(version=1, log=tmp_path / "log"))
+    environment = dict(PATH=before_path(nvcc.parent), EP_DISPATCHER_CUDA="", CC="g++", CXX="g++", MAX_JOBS="1")
+    result = run(sys.executable, "setup.py", "build_ext", cwd=copy_of(source, tmp_path), **environment)
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "Unsupported gpu architecture" in result.stderr and "EP_DISPATCHER_CUDA=0 builds without" in result.stderr
-    said = result.stderr.strip().splitlines()[-1]
-    assert said.startswith("ep_dispatcher: nvcc failed")
-    before = re.search(
-        r"_C_cuda: compiling (\d+) files with (\S+), (\d+) at a time", result.stdout
-    )  # no version: broken
+    assert said in result.stderr and "EP_DISPATCHER_CUDA=0 builds without" in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("ep_dispatcher: nvcc failed")
+    # Of a broken nvcc there is no version.
+    before = re.search(r"_C_cuda: compiling (\d+) files with (\S+), (\d+) at a time", result.stdout)
     assert before[2] == str(nvcc) and before[3] == "1" and "takes about" in result.stdout
     assert int(before[1]) > 5 and "EP_DISPATCHER_CUDA=0 builds without" in result.stdout
 
@@ -181,22 +188,17 @@ done
 @pytest.fixture
 def fake(source, tmp_path):
     """``fake(**environment)`` builds a wheel in one copy of the sources: its files, and the modules it compiled."""
-    copy, log = tmp_path / "copy", tmp_path / "log"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
-    (tmp_path / "bin").mkdir()
+    copy, log = copy_of(source, tmp_path), tmp_path / "log"
 
     def compilers(version: int = 1) -> None:
         for name in ("g++", "nvcc", "other-g++"):
-            (tmp_path / "bin" / name).write_text(FAKE_COMPILER.format(version=version, log=log))
-            (tmp_path / "bin" / name).chmod(0o755)
+            program(tmp_path / "bin" / name, FAKE_COMPILER.format(version=version, log=log))
 
     def start(*command, **environment: str) -> list[str]:
         """Run with these compilers, and return the modules that were compiled."""
         log.write_text("")
         given = {"CC": "g++", "CXX": "g++", "EP_DISPATCHER_CUDA": "1", "EP_DISPATCHER_NVSHMEM": "0", **environment}
-        result = run(
-            sys.executable, *command, cwd=copy, PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", **given
-        )
+        result = run(sys.executable, *command, cwd=copy, PATH=before_path(tmp_path / "bin"), **given)
         assert result.returncode == 0, result.stdout + result.stderr
         return sorted(set(re.findall(r"/(_C_\w+)\.[^/]*so$", log.read_text(), re.MULTILINE)))
 
@@ -298,14 +300,14 @@ case "$EP_DISPATCHER_CUDA$*" in
     exit 1 ;;
 esac
 """
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 
 @pytest.fixture
 def make(source, tmp_path):
     """``make(goal, **environment)`` in a fresh copy: the result, and the lines that its Python was called with."""
-    copy, python, log = tmp_path / "copy", tmp_path / "python", tmp_path / "log"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    copy, python, log = copy_of(source, tmp_path), tmp_path / "python", tmp_path / "log"
     shutil.copy(ROOT / "Makefile", copy)
     stamps = copy / "build/make"
     stamps.mkdir(parents=True)
@@ -313,8 +315,7 @@ def make(source, tmp_path):
     (stamps / "torch").touch()
 
     def run_make(goal: str, no_megatron: int = 0, nvcc_works: int = 1, **environment: str):
-        python.write_text(FAKE_PYTHON.format(no_megatron=no_megatron, nvcc_works=nvcc_works, log=log))
-        python.chmod(0o755)
+        program(python, FAKE_PYTHON.format(no_megatron=no_megatron, nvcc_works=nvcc_works, log=log))
         log.write_text("")
         result = run("make", goal, cwd=copy, **{"EP_DISPATCHER_CUDA": "", **environment})
         return result, log.read_text().splitlines()
@@ -322,7 +323,6 @@ def make(source, tmp_path):
     return run_make
 
 
-@needs_make
 @pytest.mark.parametrize("no_megatron, extras", [(0, "test examples"), (1, "test examples megatron")])
 def test_make_installs_megatron_core_only_where_there_is_none(make, no_megatron, extras):
     result, calls = make("setup", no_megatron)
@@ -331,7 +331,6 @@ def test_make_installs_megatron_core_only_where_there_is_none(make, no_megatron,
     assert calls[-2].endswith(f"sys.argv)) {extras}") and " -m pip install" in calls[-1]
 
 
-@needs_make
 def test_make_demo_installs_nothing_for_tests(make):
     result, calls = make("demo", 1)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -339,7 +338,6 @@ def test_make_demo_installs_nothing_for_tests(make):
     assert not any("sys.argv))" in call for call in calls)  # this Python has matplotlib: it says yes to all
 
 
-@needs_make
 def test_make_builds_again_when_nvcc_appears(make, tmp_path):
     def builds(**environment: str) -> bool:
         result, calls = make("setup", **environment)
@@ -347,16 +345,12 @@ def test_make_builds_again_when_nvcc_appears(make, tmp_path):
         return any(call.endswith(" -e .") for call in calls)
 
     assert builds() and not builds()
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho release 13\n")
-    nvcc.chmod(0o755)
-    path = {"PATH": f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"}
+    nvcc = program(tmp_path / "bin/nvcc", "#!/bin/sh\necho release 13\n")
+    path = {"PATH": before_path(nvcc.parent)}
     assert builds(**path) and not builds(**path)
     assert builds(**path, EP_DISPATCHER_CUDA="1")
 
 
-@needs_make
 def test_make_goes_on_without_the_cuda_engine_where_nvcc_fails(make):
     result, calls = make("demo", nvcc_works=0)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -366,7 +360,6 @@ def test_make_goes_on_without_the_cuda_engine_where_nvcc_fails(make):
     assert "examples/train_moe_lm.py" in calls[-1]
 
 
-@needs_make
 def test_make_fails_where_the_cuda_engine_is_demanded(make):
     result, calls = make("demo", nvcc_works=0, EP_DISPATCHER_CUDA="1")
     assert result.returncode != 0 and "ep_dispatcher: nvcc failed" in result.stdout
