@@ -107,13 +107,12 @@ def test_other_errors_stay_as_they_are(rank: int):
     repeated, negative = (checks.bad_entry((0, 1, *entry), 8) for entry in ((5, True), (-2, False)))
     for error in (ValueError("topk_idx[0, 1]: given 8, allowed: 7"), checks.too_few_rows([(5, 4)]), repeated, negative):
         assert overfull.explained(error, 2) is error
-    with environment(experts="auto", rank_capacity_factor=1):
-        for error in (ValueError("rank 0 needs 5 rows, given 4"), repeated):
-            assert limits.explained(error, 4, make_config()) is error
-        ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")
-        assert str(limits.explained(ended, 4, make_config())).endswith(
-            "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
-        )
+    for error in (ValueError("rank 0 needs 5 rows, given 4"), repeated):
+        assert limits.explained(error, 4) is error
+    ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")
+    assert str(limits.explained(ended, 4)).endswith(
+        "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
+    )
 
 
 WHERE = {  # the backward of a combine is a dispatch

@@ -372,7 +372,7 @@ def test_quantised_parameters_are_read_where_they_lie(rank: int):
     with in_float8(), counted() as calls:
         layer = make_float8_layer(parameters=True)
         layer(bfloat16_tokens(rank))
-        one = experts._layers[layer.experts]
+        one = experts.of(layer.experts)
         weight, (w1, _) = layer.experts.linear_fc1.weight1, one.weights._kept
         read = [field[1].data_ptr() for field in w1]
         names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
@@ -503,7 +503,7 @@ def test_layers_are_named_with_their_reasons(rank: int):
             layers.append(make_float8_layer(number, dispatcher="alltoall", **bfloat16))
         layers[-1].config.fp8_recipe = "tensorwise"
         grouped = [experts.is_grouped(layer.experts) for layer in layers]
-        ones = [experts._layers[layer.experts] for layer in layers]
+        ones = [experts.of(layer.experts) for layer in layers]
         line = said(printed)
     assert grouped == [False] * 10 + [True] * 4
     assert [one.float8 for one in ones[10:]] == [False, True, True, False]
@@ -521,7 +521,7 @@ def test_scales_of_other_values_and_old_gpus(rank: int):
     with in_float8(), environment(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"):
         layer = make_float8_layer(dispatcher="alltoall")
         assert not experts.is_grouped(layer.experts)
-        assert experts._layers[layer.experts].why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
+        assert experts.of(layer.experts).why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
 
 
 @on_ranks()
@@ -546,4 +546,4 @@ def test_layers_outside_the_context_run_in_bfloat16(rank: int):
         with dispatched() as sent:
             assert torch.equal(step(layer, bfloat16_tokens(rank))["output"], in_context)
         assert sent[0][0] == torch.float8_e4m3fn
-        assert not experts._layers[other.experts].float8, "it has not run inside the context"
+        assert not experts.of(other.experts).float8, "it has not run inside the context"

@@ -36,7 +36,7 @@ from test_megatron_experts import (
 
 from ep_dispatcher import te_version
 from ep_dispatcher.integrations.megatron import buffers, eligibility, graphs, limits, overflow
-from ep_dispatcher.integrations.megatron.experts import _layers, is_grouped
+from ep_dispatcher.integrations.megatron.experts import is_grouped, of
 from ep_dispatcher.moe import grouped_gemm
 
 FACTOR = "--ep-dispatcher-rank-capacity-factor"
@@ -353,7 +353,7 @@ def test_hooks_of_transformer_engines_warm_up_do_not_count(rank: int):
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
-            assert is_grouped(layer.experts) and _layers[layer.experts].why_no_overlap is None
+            assert is_grouped(layer.experts) and of(layer.experts).why_no_overlap is None
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------

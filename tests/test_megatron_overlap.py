@@ -106,7 +106,7 @@ def test_all_ranks_of_a_group_run_in_two_parts_or_none(rank: int, refusing: int)
         for number, layer in enumerate((*layers, *layers)):
             layer(tokens_of(rank))
             assert len(runs) == ((0, 1, 1, 2) if is_refused else (1, 2, 3, 4))[number]
-        ones = [experts._layers[layer.experts] for layer in layers]
+        ones = [experts.of(layer.experts) for layer in layers]
         assert ones[1].why_no_overlap is None and [list(one.agreed.values()) for one in ones] == [
             [not is_refused],
             [True],

@@ -9,7 +9,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,8 @@ logger = logging.getLogger(__name__)
 class MegatronBuffer(ep.Buffer):
     """A buffer whose errors speak of Megatron's routing map."""
 
-    transformer_config: Any = None  # of the first layer
+    router_topk = 0  # of the first layer
+    has_factor = False  # whether a rank capacity factor limits its rows
     caller_keeps_plans = True
     plan_text = "layer {}, microbatch {}"
 
@@ -41,8 +41,9 @@ class MegatronBuffer(ep.Buffer):
 
     def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
-            error = limits.explained(error, self.num_choices, self.transformer_config)
-            error = overfull.explained(error, self.transformer_config.moe_router_topk)
+            if self.has_factor:
+                error = limits.explained(error, self.num_choices)
+            error = overfull.explained(error, self.router_topk)
         return super().explained(error)
 
 
@@ -94,7 +95,8 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             error.note = note
             raise
         shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
-        buffer.transformer_config = config
+        buffer.router_topk = config.moe_router_topk
+        buffer.has_factor = arguments.rank_capacity_factor(config) is not None
         buffer.overlook(functools.partial(capacity.note, num_choices=buffer.num_choices))
         shared.buffers.append(buffer)
         _announce(buffer)

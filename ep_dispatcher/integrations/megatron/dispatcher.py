@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -17,6 +16,9 @@ from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.float8 import Quantized
 from ep_dispatcher.integrations.megatron.recompute import under_way
 from ep_dispatcher.integrations.megatron.routing import Routing, columns
+
+if TYPE_CHECKING:
+    from ep_dispatcher.integrations.megatron.experts import Experts
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):
@@ -61,11 +63,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         takes_device_counts = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
         self._takes_host_counts = not any(getattr(config, name, False) for name in takes_device_counts)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
-        self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these four if it notes the layer
-        self.experts_communicate: Callable[[ep.Buffer], bool] = _no
-        self.experts_take_quantised: Callable[[], bool] = _no
-        self.quantisation: Callable[[], str | None] = _none
-        self._gives_to_grouped = False  # what experts_are_grouped said of this forward pass
+        self.experts: Experts | None = None  # unless they run Megatron's way anyway
+        self._gives_to_grouped = False  # what Experts.is_grouped said of this forward pass
         # Megatron's graphs write the routing of every microbatch to the same memory.
         self._keeps_copies = config.cuda_graph_impl != "none"
         self.num_forwards = 0  # not counting those of a recompute
@@ -115,8 +114,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self._shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
-        self._gives_to_grouped = self.experts_are_grouped()
-        communicates, quantize = self.experts_communicate(self.buffer), self.quantisation()
+        communicates, quantize = False, None
+        if self.experts is not None:
+            self._gives_to_grouped = self.experts.is_grouped()
+            communicates, quantize = self.experts.communicate(self.buffer), self.experts.quantisation()
         handles = []
         if planned is not None and len(planned.handles) == 1 + communicates:
             handles = planned.handles
@@ -191,7 +192,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             for tensor in pair:
                 _used_here(tensor)
             quantised = Quantized(pair[0].detach(), pair[1], tokens_per_expert)
-            if self._gives_to_grouped and self.experts_take_quantised():
+            if self._gives_to_grouped and self.experts is not None and self.experts.takes_quantised:
                 _used_here(tokens_per_expert)
                 return hidden_states, quantised, probs
             hidden_states = ep.dequantize(quantised.pair(hidden_states))
@@ -243,14 +244,6 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Let the buffer's errors name this layer and microbatch, in a backward too."""
         self.buffer.label = self.layer_number or 0
         self.buffer.note, self.buffer.backward_note = self._where, f"{self._where}, backward"
-
-
-def _no(*_: object) -> bool:
-    return False
-
-
-def _none() -> None:
-    return None
 
 
 def _used_here(tensor: Tensor) -> None:

@@ -112,22 +112,21 @@ def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module
     return fc1, fc2, [owner for owner in owners if owner is not experts] + fc1 + fc2
 
 
-def why_not(experts: Any, ours: Experts) -> str | None:
-    """Say why this experts module cannot run in grouped GEMMs. None: it can."""
+def why_not(ours: Experts) -> str | None:
+    """Say why these experts cannot run in grouped GEMMs. None: they can."""
+    kind = type(ours.module)
     if not ours.fc1:
-        return f"its experts are {_name(type(experts))}"
-    if not ours.takes_deferred(experts):
-        return _foreign_forward(experts)
-    return _why_not_settings(ours.config, type(experts).__name__) or _why_not_modules(experts, ours)
+        return f"its experts are {_name(kind)}"
+    return _foreign_forward(ours) or _why_not_settings(ours.config, kind.__name__) or _why_not_modules(ours)
 
 
-def _foreign_forward(experts: Any) -> str:
-    return f"the forward of {type(experts).__name__} is not ep_dispatcher's"
+def _foreign_forward(ours: Experts) -> str | None:
+    return None if ours.takes_deferred() else f"the forward of {type(ours.module).__name__} is not ep_dispatcher's"
 
 
-def why_no_deferred(experts: Any, ours: Experts) -> str | None:
-    """Say why this experts module cannot get tokens in place of rows. None: it can, however it runs them."""
-    return _why_not_hooks(experts) if ours.takes_deferred(experts) else _foreign_forward(experts)
+def why_no_deferred(ours: Experts) -> str | None:
+    """Say why these experts cannot get tokens in place of rows. None: they can, however they run them."""
+    return _foreign_forward(ours) or _why_not_hooks(ours.module)
 
 
 def _name(kind: type) -> str:
@@ -197,7 +196,8 @@ def _why_not_settings(config, kind: str) -> str | None:
     return None
 
 
-def _why_not_modules(experts: Any, ours: Experts) -> str | None:
+def _why_not_modules(ours: Experts) -> str | None:
+    experts: Any = ours.module
     grouped = "linear_fc1" in vars(experts)["_modules"]  # TEGroupedMLP
     num_weights = experts.num_local_experts if grouped else 1
     kinds = ("weight", "bias") if ours.config.add_bias_linear else ("weight",)
@@ -285,12 +285,11 @@ def _why_not_weights(ours: Experts) -> str | None:
     return None
 
 
-def why_no_overlap(experts: Any, ours: Experts) -> str | None:
+def why_no_overlap(ours: Experts) -> str | None:
     """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, with any buffer."""
-    layer = ours.layer()
-    if ours.why_not is not None or layer is None:
+    if ours.why_not is not None:
         return "its experts run Megatron's way"
-    dispatcher = layer.token_dispatcher
+    dispatcher = ours.layer.token_dispatcher
     if not isinstance(dispatcher, MoEEPTokenDispatcher):
         return f"its dispatcher is {type(dispatcher).__name__}"
     if getattr(ours.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
@@ -299,11 +298,11 @@ def why_no_overlap(experts: Any, ours: Experts) -> str | None:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1 and not ours.float8:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
-    return why_no_deferred(experts, ours)  # hooks would get other rows
+    return why_no_deferred(ours)  # hooks would get other rows
 
 
-def takes_quantised(experts: Any, ours: Experts) -> bool:
-    """Return whether this experts module can get rows that have arrived quantised, past its hooks."""
+def takes_quantised(ours: Experts) -> bool:
+    """Return whether these experts can get rows that have arrived quantised, past their hooks."""
     if ours.why_not is not None or not ours.float8 or getattr(ours.config, "moe_apply_probs_on_input", False):
         return False
-    return why_no_deferred(experts, ours) is None
+    return why_no_deferred(ours) is None

@@ -36,20 +36,23 @@ from ep_dispatcher.moe.overlap import num_parts_of
 TakeGrads = Callable[[WriteGrads], Tensor | None]
 QUANTISE = "dispatch quantised rows"  # what ranks agree on
 
-_layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
-_forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # forwards of experts that take a Deferred
+_all: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()  # by id, in the order of the layers
+forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # forwards of experts that take a Deferred
 _pads_rows = False  # whether Megatron's experts run on rows without the padding that their GEMMs need
 
 
 class Experts:
-    """The routed experts of one MoE layer: how they run, and where the gradients of their weights go."""
+    """The routed experts of one MoE layer: how they run, and where the gradients of their weights go.
+
+    Megatron's experts module owns it: ``of``. So it lives as long as the model.
+    """
 
     fc1: list[Module]  # the linear layers with w1
     fc2: list[Module]  # those with w2
     bypassed: list[Module]  # every module that grouped GEMMs leave uncalled
 
     def __init__(self, layer: Any):
-        self.layer, self.config = weakref.ref(layer), layer.config
+        self.layer, self.module, self.config = layer, layer.experts, layer.config
         self.may_overlap = bool(arguments.given(layer.config, "overlap"))
         self.must_be_grouped = arguments.experts(layer.config) == "grouped"
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
@@ -60,8 +63,7 @@ class Experts:
         self.seen_in_float8 = False  # whether it has, and their number does not say so
         self.takes_quantised = False  # whether they take a Quantized
         self.weights = float8.Weights()
-        self.is_decided = False
-        self.state: list[Any] = []  # what it was decided from; see eligibility.state
+        self.state: list[Any] | None = None  # what it was decided from; see eligibility.state
         self.said: set[str | None] = set()  # what has been printed of this layer as its why_not
         self.ran_megatrons_way = False
         self.is_captured = False  # whether CUDA graphs contain these experts
@@ -69,44 +71,72 @@ class Experts:
         self.anchor: Any = None  # the one weight that autograd sees, if CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
+        _all[id(self)] = self
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer.layer_number}"
 
     def parameters(self) -> Parameters:
         """Return weights and biases of each expert, as the modules have them now, with Megatron's attributes."""
         names = ("weight", "bias") if self.config.add_bias_linear else ("weight",)
-        found = [[_parameters(linears, name) for linears in (self.fc1, self.fc2)] for name in names]
-        return Parameters(*(one for pair in found for one in pair))
+        return Parameters(*(_parameters(linears, name) for name in names for linears in (self.fc1, self.fc2)))
 
-    def decide(self, experts: Any) -> None:
-        self.is_decided = True
-        self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(experts)
+    def decide(self) -> None:
+        self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(self.module)
         self.float8 = self.wants_float8() and float8.are_quantised(self.fc1 + self.fc2)
         self.weights.forget()
-        self.why_not = eligibility.why_not(experts, self)
+        self.why_not = eligibility.why_not(self)
         if self.why_not is None and self.agreed.get(QUANTISE) and not self.float8:
             self.why_not = "it has run in FP8 before"
-        self.why_no_overlap = eligibility.why_no_overlap(experts, self)
-        self.takes_quantised = eligibility.takes_quantised(experts, self)
+        self.why_no_overlap = eligibility.why_no_overlap(self)
+        self.takes_quantised = eligibility.takes_quantised(self)
         if self.why_not is None and self.float8:
             for linear in self.fc1 + self.fc2:  # what Transformer Engine has quantised there grows old
                 getattr(linear, "_fp8_workspaces", {}).clear()
-        self.state = self._state(experts)
+        self.state = self._state()
 
     def wants_float8(self) -> bool:
         """Return whether Megatron runs the layer in FP8, if its linear layers can."""
-        return self.seen_in_float8 or float8.is_wanted(self.config, getattr(self.layer(), "layer_number", None))
+        return self.seen_in_float8 or float8.is_wanted(self.config, self.layer.layer_number)
 
-    def has_changed(self, experts: Any) -> bool:
-        """Return whether there is something new since ``decide``."""
-        state = self._state(experts)
+    def has_changed(self) -> bool:
+        """Return whether there is something new since it was decided."""
+        if self.state is None:
+            return False
+        state = self._state()
         return len(state) != len(self.state) or not all(map(is_, state, self.state))
 
-    def _state(self, experts: Any) -> list[Any]:
-        lists = [module for module in experts.children() if type(module) is ModuleList]  # SequentialMLP has one
-        return eligibility.state((experts, *lists, *self.bypassed))
+    def _state(self) -> list[Any]:
+        lists = [module for module in self.module.children() if type(module) is ModuleList]  # SequentialMLP has one
+        return eligibility.state((self.module, *lists, *self.bypassed))
 
-    def takes_deferred(self, experts: Any) -> bool:
-        """Return whether the forward of this experts module is ours: not after unregister(), or if it was replaced."""
-        return vars(experts).get("forward", type(experts).forward) in _forwards
+    def takes_deferred(self) -> bool:
+        """Return whether the forward of the experts module is ours: not after unregister(), or if it was replaced."""
+        return vars(self.module).get("forward", type(self.module).forward) in forwards
+
+    def is_grouped(self) -> bool:
+        """Return whether they run in grouped GEMMs now. Print what is new.
+
+        The first call decides for all layers.
+        """
+        if self.state is None:
+            _decide_all()
+        elif self.config.fp8 and not self.wants_float8() and float8.is_entered():
+            self.seen_in_float8, self.state = True, []  # look at it again
+        if self.has_changed():
+            _decide_again()
+        if self.why_not is not None and self.must_be_grouped and registration.active() is not None:
+            checks.fail(arguments.flag("experts"), "grouped", f"auto or megatron with {self.name}: {self.why_not}")
+        return self.why_not is None
+
+    def communicate(self, buffer: ep.Buffer) -> bool:
+        """Return whether they take a Deferred, and run dispatch and combine themselves.
+
+        Ask ``is_grouped`` first: it sees what has changed. A rank without overlap takes part, and says no.
+        """
+        can = self.why_not is None and self.may_overlap and self.why_no_overlap is None
+        return num_parts_of(buffer) > 1 and self.all_run_in_parts(can)
 
     def forward(self, rows: Tensor, counts: Tensor | Deferred | float8.Quantized, probs: Tensor) -> tuple[Tensor, None]:
         """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host reads none of them.
@@ -194,8 +224,13 @@ class Experts:
     def _anchored(self, weight: Any) -> Tensor:
         """Let ``after_backward`` run whenever autograd accumulates a gradient of this weight. Return it."""
         if self.anchor is not weight:
-            self.anchor = weight
-            weight.register_post_accumulate_grad_hook(self.after_backward)
+            self.anchor, ours = weight, weakref.ref(self)  # no collection sees what the hook of a tensor holds
+
+            def after_backward(anchor: Any) -> None:
+                if (one := ours()) is not None:
+                    one.after_backward(anchor)
+
+            weight.register_post_accumulate_grad_hook(after_backward)
         return weight
 
     def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
@@ -216,11 +251,10 @@ class Experts:
 
         Do nothing while Megatron captures, as its own hooks do, nor if the forward pass has run Megatron's way.
         """
-        layer, is_delivered = self.layer(), self.is_delivered
-        self.is_delivered = False
-        if graphs.is_capturing() or layer is None:
+        is_delivered, self.is_delivered = self.is_delivered, False
+        if graphs.is_capturing():
             return
-        is_replayed = self.is_captured and self.why_not is None and self.takes_deferred(layer.experts)
+        is_replayed = self.is_captured and self.why_not is None and self.takes_deferred()
         if not is_delivered and not is_replayed:
             return
         tensors = self.parameters().flat()
@@ -238,9 +272,8 @@ class Experts:
         if factor is None or getattr(self.config, "moe_expert_rank_capacity_factor", None):
             return
         if rows.shape[0] > int(counts.sum()):
-            layer = self.layer()
             raise RuntimeError(
-                f"layer {getattr(layer, 'layer_number', None)}: its experts have changed between the dispatch and "
+                f"{self.name}: its experts have changed between the dispatch and "
                 f"their forward ({self.why_not}), and {limits.FACTOR} has given them more rows than Megatron's own "
                 "experts take. Change them between two forward passes"
             )
@@ -252,14 +285,11 @@ class Experts:
         takes part, with Megatron's own experts. Raises RuntimeError if it cannot any more, because the experts' own
         forward was replaced or has hooks: the others would wait for its second part.
         """
-        layer = self.layer()
-        if layer is None:
-            return False
-        agreed, note = self.agree("run their steps in two parts of the tokens", here), f"layer {layer.layer_number}"
-        why_not = eligibility.why_no_deferred(layer.experts, self) if agreed and not here else None
+        agreed = self.agree("run their steps in two parts of the tokens", here)
+        why_not = eligibility.why_no_deferred(self) if agreed and not here else None
         if why_not is not None:
             raise RuntimeError(
-                f"{note} has run in two parts of the tokens on all ranks, and cannot any more on this rank: {why_not}. "
+                f"{self.name} has run in two parts of the tokens on all ranks, and cannot any more on this rank: {why_not}. "
                 "Ranks would get out of step. Change the experts before the first pass"
             )
         return agreed
@@ -269,20 +299,16 @@ class Experts:
 
         Print a line if only some ranks can. what: the predicate of a sentence about ranks
         """
-        layer = self.layer()
-        if layer is None:
-            return False
         if what not in self.agreed:
-            note = f"layer {layer.layer_number}"
-            group = layer.token_dispatcher.tp_ep_group
+            group = self.layer.token_dispatcher.tp_ep_group
             cannot = torch.zeros(group.size(), dtype=torch.int32, device="cpu")
             cannot[group.rank()] = not here
-            all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on its experts", note=note)
+            all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on its experts", note=self.name)
             refusing = [dist.get_global_rank(group, rank) for rank in cannot.nonzero().flatten().tolist()]
             self.agreed[what] = not refusing
             if group.rank() == 0 and 0 < len(refusing) < group.size():
                 some = f"{len(refusing)} of {group.size()} ranks cannot, the first is rank {refusing[0]}"
-                print(f"ep_dispatcher: the ranks of {note} do not {what}: {some}", flush=True)
+                print(f"ep_dispatcher: the ranks of {self.name} do not {what}: {some}", flush=True)
         return self.agreed[what]
 
     def quantisation(self) -> str | None:
@@ -290,10 +316,7 @@ class Experts:
 
         All ranks quantise or none. One whose experts have changed since they agreed gives these dequantised rows.
         """
-        layer = self.layer()
-        if layer is None or not self.wants_float8():
-            return None
-        agreed = self.agree(QUANTISE, self.takes_quantised)
+        agreed = self.wants_float8() and self.agree(QUANTISE, self.takes_quantised)
         return float8.WIRE if agreed and float8.is_on() else None
 
     @torch.no_grad()
@@ -325,73 +348,43 @@ def _parameters(linears: Sequence[Module], name: str) -> list[Any]:
     return [one for key, one in named if one is not None and key.startswith(name)]
 
 
-def communicates(experts: Module, buffer: Any) -> bool:
-    """Return whether this experts module takes a Deferred, and runs dispatch and combine itself.
-
-    Ask ``is_grouped`` first: it sees what has changed.
-    """
-    one = _layers.get(experts)
-    if one is None:
-        return False
-    can = one.is_decided and one.why_not is None and one.may_overlap
-    # A rank without overlap takes part, and says no.
-    return num_parts_of(buffer) > 1 and one.all_run_in_parts(can and one.why_no_overlap is None)
+def of(module: Module) -> Experts | None:
+    """Return what ``note_layer`` has attached to this experts module."""
+    return vars(module).get("ep_dispatcher")
 
 
-def is_grouped(experts: Module) -> bool:
-    """Return whether this experts module runs in grouped GEMMs now. Print what is new.
-
-    The first call decides for all layers.
-    """
-    found = _layers.get(experts)
-    if found is None:
-        return False
-    if not found.is_decided:
-        _decide_all()
-    else:
-        if found.config.fp8 and not found.wants_float8() and float8.is_entered():
-            found.seen_in_float8, found.state = True, []  # look at it again
-        if found.has_changed(experts):
-            _decide_again()
-    if found.why_not is not None and found.must_be_grouped and registration.active() is not None:
-        number = getattr(found.layer(), "layer_number", None)
-        checks.fail(arguments.flag("experts"), "grouped", f"auto or megatron with layer {number}: {found.why_not}")
-    return found.why_not is None
+def is_grouped(module: Module) -> bool:
+    """Return whether this experts module runs in grouped GEMMs now. Print what is new."""
+    one = of(module)
+    return one is not None and one.is_grouped()
 
 
-def is_float8(experts: Module) -> bool:
+def is_float8(module: Module) -> bool:
     """Return whether this experts module runs in grouped GEMMs in FP8. Ask ``is_grouped`` first."""
-    found = _layers.get(experts)
-    return found is not None and found.why_not is None and found.float8
-
-
-def takes_quantised(experts: Module) -> bool:
-    """Return whether this experts module takes a Quantized now. Ask ``is_grouped`` first: it sees what has changed."""
-    return _layers[experts].takes_quantised
+    one = of(module)
+    return one is not None and one.why_not is None and one.float8
 
 
 def _decide_all() -> None:
-    new = [(module, one) for module, one in _layers.items() if not one.is_decided]
-    for module, one in new:
-        one.decide(module)
+    new = [one for one in _all.values() if one.state is None]
+    for one in new:
+        one.decide()
         one.said = {one.why_not} - {None}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        layers = [one for _, one in new]
-        print(_said(layers), flush=True)
-        if any(one.may_overlap for one in layers):
-            print(_said_of_overlap(layers), flush=True)
+        print(_said(new), flush=True)
+        if any(one.may_overlap for one in new):
+            print(_said_of_overlap(new), flush=True)
 
 
 def _decide_again() -> None:
     """Decide anew for the layers that have changed. Print one line for all, on each rank that sees a change."""
     new = []
-    for module, one in list(_layers.items()):
-        if one.is_decided and one.has_changed(module):
-            before = one.why_not
-            one.decide(module)
-            if one.why_not != before and one.why_not not in one.said:
-                one.said.add(one.why_not)
-                new.append(one)
+    for one in [one for one in _all.values() if one.has_changed()]:
+        before = one.why_not
+        one.decide()
+        if one.why_not != before and one.why_not not in one.said:
+            one.said.add(one.why_not)
+            new.append(one)
     if new:
         print(_said_of_changes(new), flush=True)
 
@@ -434,7 +427,7 @@ def _said_of_overlap(layers: Sequence[Experts]) -> str:
 def _buffer_of(layers: Sequence[Experts]) -> Any:
     """Return the buffer of the first layer that has one: the layers of a model share it."""
     for one in layers:
-        buffer = getattr(getattr(one.layer(), "token_dispatcher", None), "buffer", None)
+        buffer = getattr(one.layer.token_dispatcher, "buffer", None)
         if buffer is not None:
             return buffer
     return None
@@ -447,13 +440,13 @@ def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
         if reason is None:
             none += 1
         else:
-            reasons.setdefault(reason, []).append(str(getattr(one.layer(), "layer_number", None)))
+            reasons.setdefault(reason, []).append(str(one.layer.layer_number))
     return none, "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
 
 
 def forget_agreements() -> None:
     """Let ranks agree anew on what each layer can do. register() and unregister() call it, on all ranks."""
-    for one in _layers.values():
+    for one in _all.values():
         one.agreed.clear()
 
 
@@ -471,12 +464,9 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
             raise registration.UnknownMegatronError(f"{arguments.flag('experts')} {wanted}: {active.why_no_grouped}")
         old(layer, config, *args, **kwargs)
         if wanted != "megatron":
-            _layers[layer.experts] = Experts(layer)
+            layer.experts.ep_dispatcher = Experts(layer)
             if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
-                layer.token_dispatcher.experts_are_grouped = functools.partial(is_grouped, layer.experts)
-                layer.token_dispatcher.experts_communicate = functools.partial(communicates, layer.experts)
-                layer.token_dispatcher.quantisation = _layers[layer.experts].quantisation
-                layer.token_dispatcher.experts_take_quantised = functools.partial(takes_quantised, layer.experts)
+                layer.token_dispatcher.experts = layer.experts.ep_dispatcher
 
     return init
 
@@ -486,8 +476,8 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
-        one = _layers.get(experts)
-        if one is not None and not rest and not options and is_grouped(experts):
+        one = of(experts)
+        if one is not None and not rest and not options and one.is_grouped():
             return one.forward(rows, tokens_per_expert, permuted_probs)
 
         def run(rows, counts, probs):
@@ -505,7 +495,8 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
             return tokens_per_expert.run_megatrons_way(rows, permuted_probs, run), None
         return run(rows, tokens_per_expert, permuted_probs)
 
-    return take_for_ours(forward)
+    forwards.add(forward)
+    return forward
 
 
 @contextlib.contextmanager
@@ -523,18 +514,12 @@ def pads_rows() -> bool:
     return _pads_rows
 
 
-def take_for_ours(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let this function, as the forward of an experts module, get what our own forward gets."""
-    _forwards.add(forward)
-    return forward
-
-
 def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
     """Wrap TEGroupedMLP.backward_dw."""
 
     @functools.wraps(old)
     def backward_dw(experts):
-        one = _layers.get(experts)
+        one = of(experts)
         if one is None or (one.ran_megatrons_way and not one.delayed):
             return old(experts)
         return one.backward_dw()
@@ -549,8 +534,8 @@ def note_ddp(old: Callable[..., None]) -> Callable[..., None]:
     def init(ddp, *args, **kwargs):
         old(ddp, *args, **kwargs)
         for module in ddp.module.modules():
-            if module in _layers:
-                _layers[module].ddp = weakref.ref(ddp)
-                _layers[module].state = []  # look at its weights again
+            if (one := of(module)) is not None:
+                one.ddp = weakref.ref(ddp)
+                one.state = one.state and []  # look at its weights again
 
     return init

@@ -167,12 +167,12 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
     return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment
 
 
-def explained(error: ValueError, num_choices: int, config) -> ValueError:
-    """Return the error. If the factor allowed too few rows, return one that names a factor for this routing.
+def explained(error: ValueError, num_choices: int) -> ValueError:
+    """Return the error. If a factor allowed too few rows, return one that names a factor for this routing.
 
     num_choices: the most tokens of a rank x choices of a token. The limit is num_choices x factor
     """
-    if not isinstance(error, TooFewRowsError) or arguments.rank_capacity_factor(config) is None:
+    if not isinstance(error, TooFewRowsError):
         return error
     enough = math.ceil(100 * error.needed_rows / num_choices) / 100
     return again(error, f". {FACTOR} {enough:g} is enough for this routing")

@@ -57,7 +57,7 @@ def _named_steps(layer: Any) -> Iterator[None]:
     owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
         setattr(owner, method, record_function(PREFIX + step)(getattr(owner, method)))
-    experts.take_for_ours(layer.experts.forward)
+    experts.forwards.add(layer.experts.forward)
     try:
         yield
     finally:
