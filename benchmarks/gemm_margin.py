@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
+from ep_dispatcher.integrations.megatron.margins import set_pytorch, set_transformer_engine
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
@@ -150,14 +150,13 @@ def with_margin(call: Callable[[], object], sms: int) -> Callable[[], None]:
     """Return the call, with GEMMs that leave so many multiprocessors free. A graph keeps the margin of its capture."""
 
     def run() -> None:
-        margins = TransformerEngineMargin(), PyTorchMargin()
-        for margin in margins:
-            margin.set(sms)
+        for set_margin in (set_transformer_engine, set_pytorch):
+            set_margin(sms)
         try:
             call()
         finally:
-            for margin in margins:
-                margin.restore()
+            for set_margin in (set_transformer_engine, set_pytorch):
+                set_margin(None)
 
     return run
 

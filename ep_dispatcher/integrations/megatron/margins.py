@@ -7,8 +7,8 @@ work. The margin is set while the host launches GEMMs that run beside communicat
     TransformerLayerSchedulePlan.run   a layer of a forward and one of a backward pass, with 1F1B overlap
     MoEEPTokenDispatcher               the forward of overlapped shared experts
 
-Experts in grouped GEMMs need no margin: each of their blocks has one tile of the result, and
-starts on any free multiprocessor.
+Experts in grouped GEMMs need no margin: each of their blocks has one tile of the result, and starts on any free
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -27,52 +27,36 @@ from ep_dispatcher.integrations.megatron import arguments, buffers
 TE_VARIABLE = "NVTE_EXT_MARGIN_SM"
 
 
-class TransformerEngineMargin:
-    """A variable that Transformer Engine reads at each GEMM, to set cuBLAS's target of multiprocessors.
+def set_transformer_engine(num_sms: int | None) -> None:
+    """Set the variable that Transformer Engine reads at each GEMM, to set cuBLAS's target of multiprocessors.
 
-    Unset, it counts as all multiprocessors: a target of 0, so cuBLAS chooses. ``restore`` sets this value and does not
-    remove the variable, because another thread may read the environment meanwhile.
+    None stands for all: then the target is 0, and cuBLAS chooses. The variable is not removed, because another thread
+    may read the environment meanwhile.
     """
-
-    shown = f"Transformer Engine ({TE_VARIABLE})"
-
-    def is_free(self) -> bool:
-        return TE_VARIABLE not in os.environ
-
-    def set(self, num_sms: int) -> None:
-        os.environ[TE_VARIABLE] = str(num_sms)
-
-    def restore(self) -> None:
-        self.set(torch.cuda.get_device_properties().multi_processor_count)
+    os.environ[TE_VARIABLE] = str(num_sms or torch.cuda.get_device_properties().multi_processor_count)
 
 
-class PyTorchMargin:
-    """PyTorch's SM carve-out. It works for GEMMs by cuBLASLt, not for torch.matmul, which uses cuBLAS."""
-
-    shown = "PyTorch's cuBLASLt (SM carve-out)"
-
-    def is_free(self) -> bool:
-        return hasattr(torch._C, "_set_sm_carveout_experimental") and torch._C._get_sm_carveout_experimental() is None
-
-    def set(self, num_sms: int | None) -> None:
-        torch._C._set_sm_carveout_experimental(num_sms)
-
-    def restore(self) -> None:
-        self.set(None)
+def set_pytorch(num_sms: int | None) -> None:
+    """Set PyTorch's SM carve-out. It works for GEMMs by cuBLASLt, not for torch.matmul, which uses cuBLAS."""
+    torch._C._set_sm_carveout_experimental(num_sms)
 
 
 @functools.cache
-def _free_margins() -> tuple[TransformerEngineMargin | PyTorchMargin, ...]:
-    """Return the margins that the user has not set. The first use decides, and prints a line."""
-    made = tuple(margin for margin in (TransformerEngineMargin(), PyTorchMargin()) if margin.is_free())
+def _free_margins() -> tuple[Callable[[int | None], None], ...]:
+    """Return what sets the margins that the user has not set. The first use decides, and prints a line."""
+    made = {}
+    if TE_VARIABLE not in os.environ:
+        made[f"Transformer Engine ({TE_VARIABLE})"] = set_transformer_engine
+    if hasattr(torch._C, "_set_sm_carveout_experimental") and torch._C._get_sm_carveout_experimental() is None:
+        made["PyTorch's cuBLASLt (SM carve-out)"] = set_pytorch
     if not dist.is_initialized() or dist.get_rank() == 0:
-        where = " and ".join(margin.shown for margin in made) or "none, where the user has set their margins"
+        where = " and ".join(made) or "none, where the user has set their margins"
         print(
             f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {buffers.most_sms()} multiprocessors. "
             f"Libraries: {where}",
             flush=True,
         )
-    return made
+    return tuple(made.values())
 
 
 _is_set = False
@@ -89,13 +73,13 @@ def margin(config: Any) -> Iterator[None]:
     made = _free_margins()
     _is_set = True
     try:
-        for one in made:
-            one.set(num_sms)
+        for set_margin in made:
+            set_margin(num_sms)
         yield
     finally:
         _is_set = False
-        for one in made:
-            one.restore()
+        for set_margin in made:
+            set_margin(None)
 
 
 def around_overlap(old: Callable[..., Any]) -> Any:
