@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Tape:
     """
 
     def __init__(self, source: Iterator[Any]):
-        self._source, self._kept, self._position = source, list[tuple[Any, tuple]](), 0
+        self._source, self._kept, self._position = source, list[tuple[Any, Callable[[], None]]](), 0
 
     def __iter__(self) -> Tape:
         return self
@@ -59,9 +59,9 @@ class Tape:
     def __next__(self) -> Any:
         if self._position == len(self._kept):
             item = next(self._source)
-            self._kept.append((item, _host_states()))
+            self._kept.append((item, _keep_host_states()))
         else:
-            _set_host_states(self._kept[self._position][1])
+            self._kept[self._position][1]()
         self._position += 1
         return _copied(self._kept[self._position - 1][0])
 
@@ -99,11 +99,12 @@ def _copied(item: Any) -> Any:
 class Before:
     """What schedules of these models change besides gradients, as it is now."""
 
+    @torch.no_grad()
     def __init__(self, models: Sequence[Module]):
-        self._host, self._device = _host_states(), _device_states()
+        self._restore_host, self._restore_device = _keep_host_states(), _keep_device_states()
         self._buffers: list[tuple[Module, str, Tensor]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
-        for module in _modules(models):
+        for module in (one for model in models for one in model.modules()):
             self._buffers += [(module, *item) for item in module.named_buffers(recurse=False)]
             own = vars(module)
             if "current_max_attn_logits" in own:
@@ -115,7 +116,10 @@ class Before:
         seen = vars(machine) if machine is not None else {}
         self._attributes += [(machine, name, copy.copy(seen[name])) for name in _SEEN_BY_IT if name in seen]
         logs = _logs()
-        copies = _clones([one for *_, one in self._buffers] + list(logs.values()))
+        tensors = [one for *_, one in self._buffers] + list(logs.values())
+        copies = [torch.empty_like(one) for one in tensors]
+        if copies:
+            torch._foreach_copy_(copies, tensors)
         self._copies, self._logged = copies[: len(self._buffers)], dict(zip(logs, copies[len(self._buffers) :]))
 
     @torch.no_grad()
@@ -131,21 +135,8 @@ class Before:
                 tensor.copy_(self._logged[where])
             else:
                 tensor.zero_()
-        _set_host_states(self._host)
-        _set_device_states(self._device)
-
-
-def _modules(models: Iterable[Module]) -> Iterator[Module]:
-    for model in models:
-        yield from model.modules()
-
-
-@torch.no_grad()
-def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    copies = [torch.empty_like(one) for one in tensors]
-    if copies:
-        torch._foreach_copy_(copies, tensors)
-    return copies
+        self._restore_host()
+        self._restore_device()
 
 
 def _logs() -> dict[tuple[str, ...], Tensor]:
@@ -168,43 +159,41 @@ def _logs() -> dict[tuple[str, ...], Tensor]:
     return found
 
 
-def _host_states() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _keep_host_states() -> Callable[[], None]:
+    """Return what puts the host's random numbers back."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def restore() -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+    return restore
 
 
-def _set_host_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
-def _device_states() -> tuple[Tensor, dict[str, Any]] | None:
-    """Return the states of the GPU's generator and of Megatron's tracker, which may have generators of its own."""
+def _keep_device_states() -> Callable[[], None]:
+    """Return what puts back the GPU's generator and Megatron's tracker, which may have generators of its own."""
     if not torch.cuda.is_available():
-        return None
+        return lambda: None
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    states = get_cuda_rng_tracker().get_states()
-    return torch.cuda.get_rng_state(), {
+    own, tracker = torch.cuda.get_rng_state(), get_cuda_rng_tracker()
+    kept = {
         name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
-        for name, state in states.items()
+        for name, state in tracker.get_states().items()
     }
 
+    def restore() -> None:
+        states = tracker.get_states()
+        for name, state in kept.items():
+            if isinstance(states[name], torch.Generator):
+                states[name].set_state(state)  # in place: CUDA graphs know the generator
+            else:
+                states[name] = state.clone()
+        tracker.set_states(states)
+        torch.cuda.set_rng_state(own)
 
-def _set_device_states(kept: tuple[Tensor, dict[str, Any]] | None) -> None:
-    if kept is None:
-        return
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    for name, state in kept[1].items():
-        if isinstance(states[name], torch.Generator):
-            states[name].set_state(state)  # in place: CUDA graphs know the generator
-        else:
-            states[name] = state.clone()
-    tracker.set_states(states)
-    torch.cuda.set_rng_state(kept[0])
+    return restore
 
 
 class Gradients:
