@@ -63,8 +63,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.old = getattr(module, NAME, None)
         if self.old is None:  # so a recipe that wants it ends with an error of Python
             return
-        given = list(inspect.signature(self.old).parameters)
-        self.new = _take_our_name(self.old) if given == PARAMETERS else _refuse_our_name(self.old, given)
+        self.new = _taking_our_name(self.old)
         _exchange(self.old, self.new)
 
     def undo(self) -> None:
@@ -80,29 +79,26 @@ def _exchange(old: Any, new: Any) -> None:
             setattr(module, NAME, new)
 
 
-def _take_our_name(old: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(old)
-    def apply(model_config: Any, moe_flex_dispatcher_backend: str | None = None) -> None:
-        if moe_flex_dispatcher_backend != registration.NAME or not getattr(model_config, "num_moe_experts", None):
-            return old(model_config, moe_flex_dispatcher_backend)
-        # Overlapped shared experts stay as they are: other backends need them switched off, this one does not.
-        model_config.moe_token_dispatcher_type, model_config.moe_flex_dispatcher_backend = "flex", registration.NAME
-        return None
-
-    return apply
-
-
-def _refuse_our_name(old: Any, given: list[str]) -> Callable[..., Any]:
-    """Return what raises for our name in another Megatron-Bridge, which may skip it with a warning."""
+def _taking_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what sets our name. In another Megatron-Bridge, which may skip it with a warning, it raises."""
+    signature = inspect.signature(old)
+    given = list(signature.parameters)
 
     @functools.wraps(old)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if registration.NAME in (*args, *kwargs.values()):
+        if registration.NAME not in (*args, *kwargs.values()):
+            return old(*args, **kwargs)
+        if given != PARAMETERS:
             raise ValueError(
                 f"{NAME}: this Megatron-Bridge's takes {given}, allowed: {PARAMETERS}. Set moe_token_dispatcher_type = "
                 f'"flex" and moe_flex_dispatcher_backend = "{registration.NAME}" in the recipe instead'
             )
-        return old(*args, **kwargs)
+        config = signature.bind(*args, **kwargs).arguments[PARAMETERS[0]]
+        if not getattr(config, "num_moe_experts", None):
+            return old(*args, **kwargs)
+        # Overlapped shared experts stay as they are: other backends need them switched off, this one does not.
+        config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", registration.NAME
+        return None
 
     return apply
 
