@@ -10,6 +10,7 @@ The two flags choose this dispatcher. Rank 0 prints a line at the first MoE laye
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -18,29 +19,20 @@ from ep_dispatcher.integrations.launch import launch
 FLAGS = {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "ep_dispatcher"}
 
 
-def _value(argv: list[str], flag: str) -> str | None:
-    """The last value that the arguments give to a flag."""
-    value = None
-    for one, following in zip(argv, [*argv[1:], None]):
-        name, equals, text = one.partition("=")
-        if name == flag:
-            value = text if equals else following
-    return value
-
-
 def prepare() -> None:
     from ep_dispatcher.integrations.megatron.plugin import register
 
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in FLAGS:
+        parser.add_argument(flag, nargs="?", dest=flag)
+    given = vars(parser.parse_known_args()[0])  # before register(), which looks at parsers with these flags
     registration = register()
     if os.environ.get("RANK", "0") == "0":
         print(registration, flush=True)
-        wrong = [f"{flag} {value}" for flag, value in FLAGS.items() if _value(sys.argv, flag) != value]
+        wrong = [f"{flag} {value}" for flag, value in FLAGS.items() if given[flag] != value]
         if wrong:
-            print(
-                f"ep_dispatcher: the arguments do not choose it; missing: {' '.join(wrong)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"ep_dispatcher: the arguments do not choose it; missing: {' '.join(wrong)}"
+            print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

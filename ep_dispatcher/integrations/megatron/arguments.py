@@ -21,17 +21,9 @@ PREFIX = "ep_dispatcher_"
 BACKEND = ("--moe-flex-dispatcher-backend", "--moe_flex_dispatcher_backend")  # Megatron-Bridge has underscores
 
 
-def _experts(name: str, value: Any) -> None:
-    checks.one_of(name, value, ("auto", "grouped", "megatron"))
-
-
 def _positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         checks.fail(name, repr(value), "a number above 0")
-
-
-def _at_least_1(name: str, value: Any) -> None:
-    checks.integer(name, value, 1)
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Argument:
 ARGUMENTS = {
     "experts": Argument(
         str,
-        _experts,
+        functools.partial(checks.one_of, allowed=("auto", "grouped", "megatron")),
         "how routed experts run. auto: in a few grouped GEMMs where they can, and a line says why the others do not. "
         "grouped: likewise, and a layer that cannot is an error. megatron: Megatron's way. Default: auto for layers "
         "with this dispatcher, megatron for others",
@@ -63,13 +55,13 @@ ARGUMENTS = {
     ),
     "num_sms": Argument(
         int,
-        _at_least_1,
+        functools.partial(checks.integer, lowest=1),
         "multiprocessors that dispatch and combine use at a time, at most. Default: Megatron's argument of this "
         "meaning, else 24",
     ),
     "max_tokens_per_rank": Argument(
         int,
-        _at_least_1,
+        functools.partial(checks.integer, lowest=1),
         "the most tokens that a rank brings to an MoE layer in one microbatch, alike on all ranks: sequence length x "
         "micro batch size / (context parallel size, with sequence parallel x tensor parallel size). Default: "
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK, else Megatron's arguments and the first forward pass",
