@@ -129,7 +129,7 @@ def use_layout(layout: Layout) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
-    capacity.forget()
+    capacity.grown = 0.0
     buffers._has_warned = False
     if layout != _layout:
         if _layout is not None:

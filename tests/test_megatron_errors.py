@@ -26,7 +26,7 @@ from megatron_layer import (
 import ep_dispatcher as ep
 from ep_dispatcher import checks, operation
 from ep_dispatcher.errors import again
-from ep_dispatcher.integrations.megatron import limits, overfull
+from ep_dispatcher.integrations.megatron import limits, routing
 
 LIMIT_S, SLACK_S = 1.5, 5.0
 RECOMPUTE = dict(recompute_granularity="selective", recompute_modules=["moe"])
@@ -87,7 +87,7 @@ def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
     routing_map[:, :topk] = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overfull, "host_looks", lambda routing_map: False)
+        patch.setattr(routing, "host_looks", lambda routing_map: False)
         for wrong in ([7], [7, 20]) if topk < EXPERTS else ():
             given = routing_map.clone()
             given[wrong, -2:] = True  # two more than top-k, or the last of all
@@ -106,7 +106,7 @@ def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int
 def test_other_errors_stay_as_they_are(rank: int):
     repeated, negative = (checks.bad_entry((0, 1, *entry), 8) for entry in ((5, True), (-2, False)))
     for error in (ValueError("topk_idx[0, 1]: given 8, allowed: 7"), checks.too_few_rows([(5, 4)]), repeated, negative):
-        assert overfull.explained(error, 2) is error
+        assert routing.explained(error, 2) is error
     for error in (ValueError("rank 0 needs 5 rows, given 4"), repeated):
         assert limits.explained(error, 4) is error
     ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")

@@ -244,7 +244,7 @@ def test_errors_are_looked_for_after_a_step(rank: int):
     assert own.__code__ is checked.__code__, "registered"
     assert inspect.signature(own) == inspect.signature(own.__wrapped__)
     with environment(**LIMIT), switched_on(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_are_used", False)
+        patch.setattr(graphs, "are_used", False)
         layer = make_layer(make_config())
         layer(tokens_of(rank))
         (shared,) = buffers._shared.values()

@@ -165,7 +165,7 @@ def schedules_on_cpu():
 
 def run_job(rank: int, factor: float, skewed=SKEWED, ranks=None, evaluates: bool = False, **settings) -> Job:
     job, before = Job(), repeated_steps()
-    capacity.forget()
+    capacity.grown = 0.0
     printed = io.StringIO()
     with (
         environment(experts="auto", rank_capacity_factor=factor, max_tokens_per_rank=BATCH * LENGTH),
@@ -284,11 +284,11 @@ def test_other_errors_are_raised(rank: int):
             skew = Skew(model, True)
             given = dict(model=model, data_iterator=data, num_microbatches=2, micro_batch_size=BATCH, seq_length=LENGTH)
             error_of(lambda: schedule(forward_step_func=broken, **given), Fault)
-            assert not capacity.is_watched()
+            assert capacity.found is None
             skew.share = ALL
             schedule(forward_step_func=forward_step, **given)
-            assert repeated_steps() == before + 1 and capacity.factor() == 2.2
-        capacity.forget()
+            assert repeated_steps() == before + 1 and capacity.grown == 2.2
+        capacity.grown = 0.0
         with pytest.raises(TooFewRowsError, match="2 is enough"):  # a loop of one's own
             skew.share = ALL
             forward_step(data, model)
@@ -344,7 +344,7 @@ def test_graphs_are_captured_again(rank: int):
     assert create.__code__ is graphs.note_helper(Helper.create_cudagraphs).__code__, "registered"
     limited = dict(experts="auto", rank_capacity_factor=1.35, max_tokens_per_rank=BATCH * LENGTH)
     with environment(**limited), schedules_on_cpu() as schedule, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_are_used", True)
+        patch.setattr(graphs, "are_used", True)
         model = make_model(use_distributed_optimizer=True, overlap_param_gather=True)
         skew = Skew(model, True)
         helper, manager = Helper(model), torch.nn.Module.__new__(cuda_graphs.CudaGraphManager)

@@ -94,7 +94,6 @@ def type_of_the_field():
 def test_register_and_undo(rank: int):
     import megatron.core
     from megatron.core.transformer.moe import experts, token_dispatcher
-    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     flex = token_dispatcher.MoEFlexTokenDispatcher
     unregister()
@@ -103,7 +102,7 @@ def test_register_and_undo(rank: int):
         registration = register()
         assert register() is registration, "a second call changes nothing"
         replaced = differing(before)
-        expected = {"type", "__post_init__", "set_layer_number", "should_free_input", "__call__", *SCHEDULES}
+        expected = {"type", "__post_init__", "should_free_input", "__call__", *SCHEDULES}
         expected |= {"__init__", "forward", "backward_dw", "run", "parse_known_args", "create_cudagraphs"}
         if hasattr(experts, "skip_routed_expert_padding"):
             expected.add("skip_routed_expert_padding")
@@ -119,7 +118,6 @@ def test_register_and_undo(rank: int):
         unregister()
         unregister()
         assert not differing(before), "all is as it was"
-        assert ("set_layer_number" in vars(MoELayer)) == ("set_layer_number" not in vars(MoELayer.__base__))
         assert "ep_dispatcher" not in get_args(type_of_the_field())
         # The class makes itself again, and Megatron does not know our name.
         assert type(flex.__new__(flex)) is flex
@@ -187,8 +185,6 @@ def test_an_unknown_layout_is_refused_and_nothing_replaced(rank: int):
     if not hasattr(scheduler, "should_free_input"):
         from megatron.core.models.common import utils as scheduler
 
-    numbered = next(one for one in moe_layer.MoELayer.__mro__ if "set_layer_number" in vars(one))
-
     gone = object()
     changes = [
         ("should_free_input", scheduler, "should_free_input", gone),
@@ -198,7 +194,6 @@ def test_an_unknown_layout_is_refused_and_nothing_replaced(rank: int):
         ("token_combine", token_dispatcher.MoETokenDispatcher, "token_combine", gone),
         ("moe_layer does not use", moe_layer, "MoEFlexTokenDispatcher", object),
         ("MoEFlexTokenDispatcher.__new__", token_dispatcher, "MoEFlexTokenDispatcher", gone),
-        ("set_layer_number", numbered, "set_layer_number", gone),
         ("given 0.15.0", megatron.core, "__version__", "0.15.0"),
         ("given unknown", megatron.core, "__version__", "unknown"),
         ("fine_grained_callables", megatron.core.models.gpt, "fine_grained_callables", gone),

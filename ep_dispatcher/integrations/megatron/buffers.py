@@ -20,7 +20,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import arguments, capacity, limits, overfull, registration
+from ep_dispatcher.integrations.megatron import arguments, capacity, limits, registration, routing
 from ep_dispatcher.topology import registered_group
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class MegatronBuffer(ep.Buffer):
         if isinstance(error, ValueError):
             if self.has_factor:
                 error = limits.explained(error, self.num_choices)
-            error = overfull.explained(error, self.router_topk)
+            error = routing.explained(error, self.router_topk)
         return super().explained(error)
 
 
@@ -77,7 +77,9 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     if shared is not None and given is not None and num_tokens <= given == shared.max_tokens:
         return shared.buffers[-1]  # the usual case, with few checks
     if shared is None:
-        _forget_destroyed_groups()
+        living = dist.distributed_c10d._world.pg_map
+        for old in [old for old in _shared if old[0] not in living]:  # a layer that still uses a buffer keeps it alive
+            del _shared[old]
         shared = _shared[key] = _Shared()
     max_tokens = _tokens_to_hold(shared, group, config, num_tokens, given, note)
     if max_tokens > shared.max_tokens:
@@ -105,6 +107,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
 
 def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: int, given: int | None, note: str) -> int:
     """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
+    global _has_warned
     if given is not None:
         if num_tokens > given:
             checks.fail("hidden_states", f"{num_tokens} tokens", f"{_SIZE} {given}")
@@ -120,8 +123,15 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
             raise
         by_arguments = _tokens_by_arguments()
         needed = max(int(most), 1 if shared.buffers or by_arguments is None else by_arguments)
-        if by_arguments is None and group.rank() == 0 and not config.variable_seq_lengths:
-            _warn_of_a_guess(needed)
+        if by_arguments is None and group.rank() == 0 and not (config.variable_seq_lengths or _has_warned):
+            _has_warned = True
+            logger.warning(
+                "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no "
+                "size was given. A rank that alone brings more later is an error. Give %s, or use variable_seq_lengths "
+                "where lengths vary.",
+                needed,
+                _SIZE,
+            )
     elif num_tokens > shared.max_tokens:
         needed = _agree_to_grow(group, shared, num_tokens)
     # Doubling bounds the memory of the old buffers together.
@@ -135,16 +145,14 @@ def check_buffers(note: str) -> None:
     PeerTimeoutError from naming the layer that was captured last.
     """
     with ExitStack() as stack:  # check all buffers, even if one raises
-        for shared in _shared.values():
-            for buffer in shared.buffers:
-                buffer.note = note
-                stack.callback(buffer.check)
+        for buffer in _buffers():
+            buffer.note = note
+            stack.callback(buffer.check)
 
 
 def most_sms() -> int:
     """Return the most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
-    buffers = (b for shared in _shared.values() for b in shared.buffers if not b.is_destroyed)
-    return max((b.live_engine().used_sms for b in buffers), default=0)
+    return max((buffer.live_engine().used_sms for buffer in _buffers() if not buffer.is_destroyed), default=0)
 
 
 def destroy_buffers() -> None:
@@ -153,26 +161,16 @@ def destroy_buffers() -> None:
     Raises late errors of the buffers' last operations, once all are destroyed.
     """
     with ExitStack() as stack:
-        for shared in _shared.values():
-            for buffer in shared.buffers:
-                stack.callback(buffer.destroy)
+        for buffer in _buffers():
+            stack.callback(buffer.destroy)
         _shared.clear()
 
 
 atexit.register(destroy_buffers)
 
 
-def _warn_of_a_guess(num_tokens: int) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        logger.warning(
-            "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no size "
-            "was given. A rank that alone brings more later is an error. Give %s, or use variable_seq_lengths where "
-            "lengths vary.",
-            num_tokens,
-            _SIZE,
-        )
+def _buffers() -> list[MegatronBuffer]:
+    return [buffer for shared in _shared.values() for buffer in shared.buffers]
 
 
 def _announce(buffer: MegatronBuffer) -> None:
@@ -202,13 +200,6 @@ def _announce(buffer: MegatronBuffer) -> None:
         f"{memory.total / 2**20:.1f} MiB a rank",
         flush=True,
     )
-
-
-def _forget_destroyed_groups() -> None:
-    """Drop the buffers whose process group was destroyed. A layer that still uses one keeps it alive."""
-    living = dist.distributed_c10d._world.pg_map
-    for key in [key for key in _shared if key[0] not in living]:
-        del _shared[key]
 
 
 def _tokens_by_arguments() -> int | None:

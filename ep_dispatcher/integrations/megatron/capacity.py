@@ -2,7 +2,7 @@
 
     with capacity.watched() as found:   # one try of a step's schedule; overflow.py runs it
         ...                             # a dispatch with too many rows gives zeros on all ranks, and is noted
-    if found: capacity.grow(...)        # after all ranks of the job have agreed
+    if found: capacity.grown = ...      # after all ranks of the job have agreed
 
 Elsewhere too many rows stay an error. The capacity is one factor for all layers: layers that need more than they were
 configured for get it too.
@@ -26,39 +26,19 @@ class Overflow:
     layer: int  # 0: it has no number
 
 
-_grown = 0.0  # the factor that the job has grown to; 0: as configured
-_found: list[Overflow] | None = None  # in the try under way; None: there is none
-
-
-def factor() -> float:
-    return _grown
-
-
-def grow(to: float) -> None:
-    """Let dispatches have room for this factor. All ranks of the job call it."""
-    global _grown
-    _grown = max(_grown, to)
-
-
-def forget() -> None:
-    """Go back to what is configured."""
-    global _grown
-    _grown = 0.0
-
-
-def is_watched() -> bool:
-    return _found is not None
+grown = 0.0  # the factor that the job has grown to, the same on all its ranks; 0: as configured
+found: list[Overflow] | None = None  # in the try under way; None: there is none
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Overflow]]:
     """Yield a list of what overflows meanwhile, instead of raising it."""
-    global _found
-    found = _found = []
+    global found
+    found = noted = list[Overflow]()
     try:
-        yield found
+        yield noted
     finally:
-        _found = None
+        found = None
 
 
 def note(error: ValueError, num_choices: int) -> bool:
@@ -66,7 +46,7 @@ def note(error: ValueError, num_choices: int) -> bool:
 
     num_choices: the most choices that a rank brings to the buffer
     """
-    if _found is None or not isinstance(error, TooFewRowsError):
+    if found is None or not isinstance(error, TooFewRowsError):
         return False
-    _found.append(Overflow(error.needed_rows / num_choices, error.needed_rows, error.label))
+    found.append(Overflow(error.needed_rows / num_choices, error.needed_rows, error.label))
     return True

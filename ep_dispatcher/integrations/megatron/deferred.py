@@ -14,10 +14,9 @@ They do so between nodes alone, in two parts of the tokens (moe/overlap.py). Eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ from ep_dispatcher.integrations.megatron.buffers import MegatronBuffer
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +51,13 @@ class Deferred:
         options: dict[str, Any] = dict(
             expert_alignment=self.alignment, quantize=self.quantize, max_recv_rows=self.max_rows
         )
-        out = self._noting(lambda topk_idx: ep.dispatch(self.buffer, tokens, topk_idx, probs, **options))
-        self.keep([out.handle])
-        return out
+
+        def run(topk_idx: Tensor, handles: list[ep.Handle]) -> ep.DispatchOutput:
+            out = ep.dispatch(self.buffer, tokens, topk_idx, probs, **options)
+            handles.append(out.handle)
+            return out
+
+        return self._noting(run)
 
     def run(self, tokens: Tensor, probs: Tensor, parameters: Parameters, **options: Any) -> Tensor:
         """Return the sum over each token's rows, [num_tokens, hidden].
@@ -67,14 +68,13 @@ class Deferred:
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; parameters and options: grouped_mlp
         """
 
-        def run(topk_idx: Tensor) -> Tensor:
+        def run(topk_idx: Tensor, handles: list[ep.Handle]) -> Tensor:
             given = self.buffer, tokens, topk_idx, probs, parameters, self.max_rows
-            with self._plans() as handles:
-                more = options | dict(handles=handles, quantize=self.quantize)
-                if is_observed((tokens, probs, topk_idx)):
-                    return run_grouped_nodes(*given, **more)
-                with torch.cuda.device_of(tokens):
-                    return overlap.mlp_in_parts(*given, overlap=True, **more)
+            more = options | dict(handles=handles, quantize=self.quantize)
+            if is_observed((tokens, probs, topk_idx)):
+                return run_grouped_nodes(*given, **more)
+            with torch.cuda.device_of(tokens):
+                return overlap.mlp_in_parts(*given, overlap=True, **more)
 
         return self._noting(run)
 
@@ -93,29 +93,26 @@ class Deferred:
             given = [(ep.dequantize(out.x) if isinstance(out.x, tuple) else out.x, out.topk_weights) for out in sent]
             return [run_experts(rows, count, row_probs)[0] for (rows, row_probs), count in zip(given, counts)]
 
-        def run(topk_idx: Tensor) -> Tensor:
+        def run(topk_idx: Tensor, handles: list[ep.Handle]) -> Tensor:
             given = self.buffer, tokens, topk_idx, probs, self.max_rows, 2
-            with self._plans() as handles:
-                return run_nodes(*given, run_on, handles, quantize=self.quantize)
+            return run_nodes(*given, run_on, handles, quantize=self.quantize)
 
         return self._noting(run)
 
-    def _noting(self, run: Callable[[Tensor], Result]) -> Result:
-        """Run with this routing. If too many rows arrive in a step that will run again, send none instead.
+    def _noting(self, run: Callable[[Tensor, list[ep.Handle]], Any]) -> Any:
+        """Run with this routing and the plans of an earlier pass, or a list for new ones, which are kept.
 
-        A GPU gives zeros by itself then, and the buffer finds the error later.
+        If too many rows arrive in a step that will run again, send none instead. A GPU gives zeros by itself then, and
+        the buffer finds the error later.
         """
+        topk_idx, handles = self.topk_idx, [*self.handles]
         try:
-            return run(self.topk_idx)
+            out = run(topk_idx, handles)
         except TooFewRowsError as error:  # on all ranks of the group
             if not capacity.note(error, self.buffer.num_choices):
                 raise
-        return run(torch.full_like(self.topk_idx, -1))
-
-    @contextmanager
-    def _plans(self) -> Iterator[list[ep.Handle]]:
-        """Give the parts the plans of an earlier pass, or keep those that they make."""
-        handles = [*self.handles]
-        yield handles
+            handles = [*self.handles]
+            out = run(torch.full_like(topk_idx, -1), handles)
         if not self.handles:
             self.keep(handles)
+        return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -46,7 +46,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self.layer_number: int | None = None  # set when the layer gets its number
+        self.layer: Any = None  # the MoELayer, once it is there
         self.expert_alignment = limits.expert_alignment(config)
         # A partial CUDA graph that ends after dispatch_preprocess has to return this beside the outputs of the step.
         self.cudagraph_attrs = ["topk_idx"]
@@ -69,6 +69,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self._keeps_copies = config.cuda_graph_impl != "none"
         self.num_forwards = 0  # not counting those of a recompute
         self._where = ""
+
+    @property
+    def layer_number(self) -> int | None:
+        return getattr(self.layer, "layer_number", None)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Turn the routing into top-k columns.
@@ -110,8 +114,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         else:
             self.buffer, (_, microbatch) = cast(buffers.MegatronBuffer, planned.buffer), planned.where
             self._where = f"{layer}, microbatch {microbatch}"
-        if self.shared_experts is not None:
-            self._shared_experts_wait()
+        waited = self._shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
         communicates, quantize = False, None
@@ -141,8 +144,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 rows = cast(Tensor, out.x)
             arriving = rows
         if self.shared_experts is not None:
-            waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
-            self.shared_experts.pre_forward_comm(hidden_states, **waited)
+            self.shared_experts.pre_forward_comm(hidden_states, **({"wait_current_stream": False} if waited else {}))
             with margins.margin(self.config):
                 self.shared_experts.linear_fc1_forward_and_act(arriving)
         return rows, row_probs
@@ -151,7 +153,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
         given = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped and limit is None else None
-        factor = capacity.factor() if given is None else max(given, capacity.factor())
+        factor = max(given or 0.0, capacity.grown)
         if factor and (given, limit) != (None, None):
             most, ranks = self.buffer.config.max_tokens_per_rank, self.tp_ep_group.size()
             choices, num_experts = self.topk_idx.shape[1], self.num_local_experts
@@ -210,8 +212,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Combine rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
-        if self.shared_experts is not None:
-            self._shared_experts_wait()
+        self._shared_experts_wait()
         if self.deferred is not None:
             self.deferred, combined = None, hidden_states  # the experts have combined
         else:
@@ -230,15 +231,15 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             hidden_states = hidden_states + self.shared_experts.get_output()
         return hidden_states.view(self.hidden_shape)
 
-    @property
-    def _shared_experts_wait_apart(self) -> bool:
-        """Whether the dispatcher decides when overlapped shared experts wait: Megatron 0.18 and newer."""
-        return hasattr(self.shared_experts, "wait_current_stream")
+    def _shared_experts_wait(self) -> bool:
+        """Let overlapped shared experts wait for the current stream before a communication, so that they run beside it.
 
-    def _shared_experts_wait(self) -> None:
-        """Let shared experts wait for the current stream, before a communication, so that they run beside it."""
-        if self._shared_experts_wait_apart:
-            self.shared_experts.wait_current_stream()
+        Return whether they do so here. Before Megatron 0.18 they decide themselves when.
+        """
+        if not hasattr(self.shared_experts, "wait_current_stream"):
+            return False
+        self.shared_experts.wait_current_stream()
+        return True
 
     def _note(self) -> None:
         """Let the buffer's errors name this layer and microbatch, in a backward too."""

@@ -33,7 +33,7 @@ from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters, WriteGrads, grouped_mlp
 from ep_dispatcher.moe.overlap import num_parts_of
 
-TakeGrads = Callable[[WriteGrads], Tensor | None]
+TakeGrads = Callable[[WriteGrads], Tensor | None]  # writes the gradients, and may return that of the anchor
 QUANTISE = "dispatch quantised rows"  # what ranks agree on
 
 _all: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()  # by id, in the order of the layers
@@ -130,14 +130,6 @@ class Experts:
             checks.fail(arguments.flag("experts"), "grouped", f"auto or megatron with {self.name}: {self.why_not}")
         return self.why_not is None
 
-    def communicate(self, buffer: ep.Buffer) -> bool:
-        """Return whether they take a Deferred, and run dispatch and combine themselves.
-
-        Ask ``is_grouped`` first: it sees what has changed. A rank without overlap takes part, and says no.
-        """
-        can = self.why_not is None and self.may_overlap and self.why_no_overlap is None
-        return num_parts_of(buffer) > 1 and self.all_run_in_parts(can)
-
     def forward(self, rows: Tensor, counts: Tensor | Deferred | float8.Quantized, probs: Tensor) -> tuple[Tensor, None]:
         """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host reads none of them.
 
@@ -152,12 +144,9 @@ class Experts:
             rows, probs = (rows * probs.view(-1, 1)).to(rows.dtype), torch.ones_like(probs)
         parameters = self.parameters()
         take_grads, anchor = self._take_grads(parameters, communicate=isinstance(counts, Deferred))
-        options: dict[str, Any] = dict(
-            activation=eligibility.activation_of(self.config),
-            keep_activated=not _recomputes_activation(self.config),
-            take_grads=take_grads,
-            anchor=anchor,
-        )
+        recomputes = self.config.recompute_granularity == "selective" and "moe_act" in self.config.recompute_modules
+        options: dict[str, Any] = dict(take_grads=take_grads, anchor=anchor, keep_activated=not recomputes)
+        options["activation"] = eligibility.activation_of(self.config)
         is_first = float8.take_first(self.fc1 + self.fc2)
         if self.float8 and (float8.is_on() or float8.is_quantised(parameters.w1[0])):
             options["float8"] = self.weights.get(parameters, self.fc1 + self.fc2, is_first)
@@ -188,7 +177,16 @@ class Experts:
         if not fused:
             return None, None
         if limits.layers_may_be_captured(self.config):
-            return functools.partial(self._deliver_in_graph, parameters), self._anchored(parameters.w2[0])
+            anchor: Any = parameters.w2[0]
+            if self.anchor is not anchor:
+                self.anchor, ours = anchor, weakref.ref(self)  # no collection sees what the hook of a tensor holds
+
+                def after_backward(anchor: Any) -> None:
+                    if (one := ours()) is not None:
+                        one.after_backward(anchor)
+
+                anchor.register_post_accumulate_grad_hook(after_backward)
+            return functools.partial(self._deliver_in_graph, parameters), anchor
         return lambda write: self._deliver(write, parameters, True), None
 
     def _deliver(self, write: WriteGrads, parameters: Parameters, fused: bool) -> None:
@@ -220,18 +218,6 @@ class Experts:
             if fused:  # the hook wants a gradient to be there, and takes it away again
                 weight.grad = _dummy(weight.shape, weight.dtype, weight.device)
             ddp._make_backward_post_hook(weight)()
-
-    def _anchored(self, weight: Any) -> Tensor:
-        """Let ``after_backward`` run whenever autograd accumulates a gradient of this weight. Return it."""
-        if self.anchor is not weight:
-            self.anchor, ours = weight, weakref.ref(self)  # no collection sees what the hook of a tensor holds
-
-            def after_backward(anchor: Any) -> None:
-                if (one := ours()) is not None:
-                    one.after_backward(anchor)
-
-            weight.register_post_accumulate_grad_hook(after_backward)
-        return weight
 
     def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
         """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
@@ -278,19 +264,23 @@ class Experts:
                 "experts take. Change them between two forward passes"
             )
 
-    def all_run_in_parts(self, here: bool) -> bool:
-        """Return whether all ranks can run dispatch and combine in two parts. The first call is collective.
+    def communicate(self, buffer: ep.Buffer) -> bool:
+        """Return whether they take a Deferred, and run dispatch and combine themselves: the same on all ranks.
 
-        A hook on the experts of one rank is enough to forbid it. If the linear layers change later, this rank still
-        takes part, with Megatron's own experts. Raises RuntimeError if it cannot any more, because the experts' own
-        forward was replaced or has hooks: the others would wait for its second part.
+        Ask ``is_grouped`` first: it sees what has changed. The first call is collective. A hook on the experts of one
+        rank is enough to forbid it, and a rank without overlap says no. If the linear layers change later, this rank
+        still takes part, with Megatron's own experts. Raises RuntimeError if it cannot any more, because the experts'
+        own forward was replaced or has hooks: the others would wait for its second part.
         """
-        agreed = self.agree("run their steps in two parts of the tokens", here)
-        why_not = eligibility.why_no_deferred(self) if agreed and not here else None
+        if num_parts_of(buffer) == 1:
+            return False
+        can = self.why_not is None and self.may_overlap and self.why_no_overlap is None
+        agreed = self.agree("run their steps in two parts of the tokens", can)
+        why_not = eligibility.why_no_deferred(self) if agreed and not can else None
         if why_not is not None:
             raise RuntimeError(
-                f"{self.name} has run in two parts of the tokens on all ranks, and cannot any more on this rank: {why_not}. "
-                "Ranks would get out of step. Change the experts before the first pass"
+                f"{self.name} has run in two parts of the tokens on all ranks, and cannot any more on this rank: "
+                f"{why_not}. Ranks would get out of step. Change the experts before the first pass"
             )
         return agreed
 
@@ -319,12 +309,6 @@ class Experts:
         agreed = self.wants_float8() and self.agree(QUANTISE, self.takes_quantised)
         return float8.WIRE if agreed and float8.is_on() else None
 
-    @torch.no_grad()
-    def backward_dw(self) -> None:
-        """Write the gradients of weights of the microbatch that has waited longest, if they wait for this call."""
-        if self.delayed:
-            self.delayed.popleft()()
-
 
 def _say_added(weights: list[Any]) -> None:
     """Set the flag of each weight by which Megatron sees that its gradient is in main_grad."""
@@ -336,10 +320,6 @@ def _say_added(weights: list[Any]) -> None:
 @functools.cache
 def _dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _recomputes_activation(config) -> bool:
-    return config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
 
 
 def _parameters(linears: Sequence[Module], name: str) -> list[Any]:
@@ -386,16 +366,11 @@ def _decide_again() -> None:
             one.said.add(one.why_not)
             new.append(one)
     if new:
-        print(_said_of_changes(new), flush=True)
-
-
-def _said_of_changes(layers: Sequence[Experts]) -> str:
-    """Return a line: how these layers run their experts now."""
-    _, others = _reasons((one, one.why_not) for one in layers)
-    _, again = _reasons((one, "in grouped GEMMs again" if one.why_not is None else None) for one in layers)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    parts = [f"Megatron's own way: {others}" * bool(others), again]
-    return f"ep_dispatcher: experts have changed on rank {rank}. {'. '.join(filter(None, parts))}"
+        others = _reasons((one, one.why_not) for one in new)[1]
+        again = _reasons((one, "in grouped GEMMs again" if one.why_not is None else None) for one in new)[1]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        parts = [f"Megatron's own way: {others}" * bool(others), again]
+        print(f"ep_dispatcher: experts have changed on rank {rank}. {'. '.join(filter(None, parts))}", flush=True)
 
 
 def _said(layers: Sequence[Experts]) -> str:
@@ -412,7 +387,8 @@ def _said(layers: Sequence[Experts]) -> str:
 
 def _said_of_overlap(layers: Sequence[Experts]) -> str:
     """Return a line: how many layers overlap communication with their experts, and why the others do not."""
-    buffer = _buffer_of(layers)
+    buffers = (getattr(one.layer.token_dispatcher, "buffer", None) for one in layers)  # a model shares one
+    buffer = next((one for one in buffers if one is not None), None)
     of_buffer = None if buffer is None else overlap.why_not(buffer)
     overlapped, others = _reasons((one, one.why_no_overlap or of_buffer) for one in layers)
     line = (
@@ -422,15 +398,6 @@ def _said_of_overlap(layers: Sequence[Experts]) -> str:
     if overlapped and any(one.may_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
         line += f". The host waits for the counts of each dispatch: {limits.FACTOR} is not given"
     return f"{line}. One after the other: {others}" if others else line
-
-
-def _buffer_of(layers: Sequence[Experts]) -> Any:
-    """Return the buffer of the first layer that has one: the layers of a model share it."""
-    for one in layers:
-        buffer = getattr(one.layer.token_dispatcher, "buffer", None)
-        if buffer is not None:
-            return buffer
-    return None
 
 
 def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
@@ -463,10 +430,11 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
         if wanted != "megatron" and active is not None and active.why_no_grouped:
             raise registration.UnknownMegatronError(f"{arguments.flag('experts')} {wanted}: {active.why_no_grouped}")
         old(layer, config, *args, **kwargs)
-        if wanted != "megatron":
-            layer.experts.ep_dispatcher = Experts(layer)
-            if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
-                layer.token_dispatcher.experts = layer.experts.ep_dispatcher
+        one = None if wanted == "megatron" else Experts(layer)
+        if one is not None:
+            layer.experts.ep_dispatcher = one
+        if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
+            layer.token_dispatcher.layer, layer.token_dispatcher.experts = layer, one
 
     return init
 
@@ -515,14 +483,16 @@ def pads_rows() -> bool:
 
 
 def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
-    """Wrap TEGroupedMLP.backward_dw."""
+    """Wrap TEGroupedMLP.backward_dw: write the gradients of the microbatch that has waited longest."""
 
     @functools.wraps(old)
     def backward_dw(experts):
         one = of(experts)
         if one is None or (one.ran_megatrons_way and not one.delayed):
-            return old(experts)
-        return one.backward_dw()
+            old(experts)
+        elif one.delayed:
+            with torch.no_grad():
+                one.delayed.popleft()()
 
     return backward_dw
 

@@ -26,19 +26,15 @@ from ep_dispatcher import te_version
 from ep_dispatcher.integrations.megatron import buffers, limits
 
 NOTE = "a step with CUDA graphs"
-_are_used = False  # whether graphs may contain the experts of some layer
+are_used = False  # whether graphs may contain the experts of some layer
 _helpers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Megatron, which have made graphs of Transformer Engine
 _discarded: list[Any] = []  # those of them whose graphs were discarded
 
 
 def note_layer(config) -> None:
     """Remember whether graphs may contain this layer's experts: then replays are checked."""
-    global _are_used
-    _are_used |= limits.experts_may_be_captured(config)
-
-
-def are_used() -> bool:
-    return _are_used
+    global are_used
+    are_used |= limits.experts_may_be_captured(config)
 
 
 def is_capturing() -> bool:
@@ -63,7 +59,7 @@ def check_replays() -> None:
 
     All ranks of a buffer's group raise. Ranks of other groups do not learn of it: that would take a collective of all.
     """
-    if _are_used and not stream_is_captured():
+    if are_used and not stream_is_captured():
         buffers.check_buffers(NOTE)
 
 
@@ -81,7 +77,7 @@ def note_helper(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def discard(models: Iterable[torch.nn.Module]) -> None:
     """Discard all graphs that may contain experts: the number of their rows has changed."""
-    if not _are_used:
+    if not are_used:
         return
     whole = full_cuda_graph.FullCudaGraphWrapper
     for stage in whole.cuda_graph:  # captured again after as many warm-ups as before
@@ -140,7 +136,7 @@ def keep_gradients(config) -> None:
     _say_kept()
 
 
-@functools.cache
+@functools.cache  # once
 def _say_kept() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,12 +59,13 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
 
 
 def graph_modules(config) -> tuple[str, list[str]]:
-    """Return the flag that says what CUDA graphs capture, and its values; 0.18 renamed it."""
-    for name in ("cuda_graph_modules", "cuda_graph_scope"):
-        value = getattr(config, name, None)
-        if value is not None:
-            return _flag(name), [getattr(one, "name", str(one)) for one in value]
-    return "--cuda-graph-impl", []
+    """Return the flag that says what CUDA graphs capture, and words with its values; 0.18 renamed it.
+
+    Until Megatron has checked it, a value may be a name, a list of names or of members of an enum.
+    """
+    values = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
+    given = {name: value for name, value in values.items() if value is not None}
+    return _flag(next(iter(given), "cuda_graph_impl")), re.findall(r"\w+", str([*given.values()]))
 
 
 def captured_experts(config) -> tuple[str, str] | None:
@@ -100,8 +102,7 @@ def overlaps_wgrad(config) -> bool:
 
 def _check_capture(config, flag: str, value: str) -> None:
     """Raise ValueError for settings that dispatch and experts do not support inside a CUDA graph."""
-    factors = arguments.rank_capacity_factor(config), getattr(config, "moe_expert_rank_capacity_factor", None)
-    if factors == (None, None):
+    if any_factor(config) is None:
         checks.fail(
             flag,
             value,
@@ -124,10 +125,9 @@ def num_sms(config) -> int | None:
         return ours
     given = _changed(config, SMS_FIELDS)
     for name, value in given.items():
-        flag = _flag(name)
-        checks.integer(flag, value, 1)
+        checks.integer(_flag(name), value, 1)
         if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
-            checks.fail(flag, f"{value} beside {given}", "one number of multiprocessors")
+            checks.fail(_flag(name), f"{value} beside {given}", "one number of multiprocessors")
     return next(iter(given.values()), None)
 
 
@@ -154,6 +154,12 @@ def expert_alignment(config) -> int:
     if knows_all or config.fp8 or getattr(config, "fp4", None):
         return max(1, moe_utils.get_align_size_for_quantization(config))
     return 1
+
+
+def any_factor(config) -> float | None:
+    """Return the rank capacity factor, ours or Megatron's."""
+    ours = arguments.rank_capacity_factor(config)
+    return getattr(config, "moe_expert_rank_capacity_factor", None) if ours is None else ours
 
 
 def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 
-from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, replay
+from ep_dispatcher.integrations.megatron import buffers, capacity, graphs, limits, replay
 from ep_dispatcher.integrations.megatron.capacity import Overflow
 
 ROOM = 110  # percent: the new factor in terms of the one that was needed. Routing that drifts would soon need more
@@ -44,9 +44,10 @@ def run_again(old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def run(*args, **kwargs):
-        if capacity.is_watched() or graphs.stream_is_captured():  # a wrapper around this one does it
+        if capacity.found is not None or graphs.stream_is_captured():  # a wrapper around this one does it
             return old(*args, **kwargs)
-        models = _models(kwargs.get("model"))
+        given = kwargs.get("model")
+        models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Module)]
         factor = _configured(models)
         if factor is None:
             result = old(*args, **kwargs)
@@ -66,7 +67,7 @@ def _run(schedule: Callable[..., Any], given: dict[str, Any], models: Sequence[M
     while True:
         with capacity.watched() as found:
             result = schedule(**given | {"data_iterator": tapes.iterators})
-            buffers.check_buffers(graphs.NOTE if graphs.are_used() else NOTE)  # late errors: on GPUs too many rows too
+            buffers.check_buffers(graphs.NOTE if graphs.are_used else NOTE)  # late errors: on GPUs too many rows too
         worst = _agree(max(found, default=None))
         if worst is None:
             return result
@@ -78,10 +79,6 @@ def _run(schedule: Callable[..., Any], given: dict[str, Any], models: Sequence[M
             graphs.capture_again()
         before.restore()
         tapes.rewind()
-
-
-def _models(given: Any) -> list[Module]:
-    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Module)]
 
 
 def _configured(models: Sequence[Module]) -> float | None:
@@ -102,8 +99,7 @@ def _configured(models: Sequence[Module]) -> float | None:
     for model in models:  # their gradients lie where the weights of the next forward pass are
         if getattr(getattr(model, "ddp_config", None), "reuse_grad_buf_for_mxfp8_param_ag", False):
             return None
-    factor = arguments.rank_capacity_factor(config)
-    return getattr(config, "moe_expert_rank_capacity_factor", None) if factor is None else factor
+    return limits.any_factor(config)
 
 
 def _agree(own: Overflow | None) -> Overflow | None:
@@ -112,8 +108,7 @@ def _agree(own: Overflow | None) -> Overflow | None:
     (most,) = _largest(needed)
     if most == 0:
         return None
-    mine = own is not None and needed == most
-    rows, layer = _largest(own.rows, own.layer) if mine and own is not None else _largest(0, 0)
+    rows, layer = _largest(own.rows, own.layer) if own is not None and needed == most else _largest(0, 0)
     return Overflow(most / _PARTS, rows, layer)
 
 
@@ -127,27 +122,24 @@ def _largest(*values: int) -> list[int]:
 
 def _grow(worst: Overflow, configured: float, trains: bool) -> None:
     global _repeated
-    before = capacity.factor()
+    before, layer = capacity.grown, f"layer {worst.layer or 'unknown'}"
     if worst.factor <= before:
         raise RuntimeError(
-            f"layer {worst.layer or 'unknown'} needs {worst.rows} rows on a rank. The factor has grown to {before:g}, "
+            f"{layer} needs {worst.rows} rows on a rank. The factor has grown to {before:g}, "
             "which is enough, but the layer has the old one: it runs in a CUDA graph that ep_dispatcher cannot capture "
             f"again. Start with {limits.FACTOR} {before:g}"
         )
-    capacity.grow(math.ceil(round(worst.factor * ROOM, 2)) / 100)
+    capacity.grown = math.ceil(round(worst.factor * ROOM, 2)) / 100
     _repeated += 1
     _log(_repeated)
     if dist.get_rank() == 0:
-        print(_said(worst, before or configured, "step" if trains else "evaluation step"), flush=True)
-
-
-def _said(worst: Overflow, before: float, step: str) -> str:
-    after = f"{capacity.factor():g}"
-    return (
-        f"ep_dispatcher runs this {step} again, on all ranks: layer {worst.layer or 'unknown'} needs {worst.rows} rows "
-        f"on a rank, more than rank capacity factor {before:g} has room for. From now on it is {after} in all layers. "
-        f"Repeated steps: {_repeated}. {limits.FACTOR} {after} at the next start saves them"
-    )
+        step, after = "step" if trains else "evaluation step", f"{capacity.grown:g}"
+        print(
+            f"ep_dispatcher runs this {step} again, on all ranks: {layer} needs {worst.rows} rows on a rank, more than "
+            f"rank capacity factor {before or configured:g} has room for. From now on it is {after} in all layers. "
+            f"Repeated steps: {_repeated}. {limits.FACTOR} {after} at the next start saves them",
+            flush=True,
+        )
 
 
 def _log(number: int) -> None:

@@ -15,15 +15,14 @@ import copy
 import functools
 import inspect
 import logging
-import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from ep_dispatcher import envs
-from ep_dispatcher.integrations.megatron import arguments, bridge, registration
+from ep_dispatcher.integrations.megatron import arguments, bridge, limits, registration
 from ep_dispatcher.integrations.megatron.registration import NAME, Registration, UnknownMegatronError, is_ours
 
 OLDEST, NEWEST_RUN = (0, 16), (0, 20)
@@ -54,12 +53,17 @@ class _Patch:
 
     def why_not(self) -> str | None:
         """Say what this Megatron lacks for the patch."""
-        shown = self.text.partition(":")[0]
         old = None if self.owner is None else getattr(self.owner, self.name, None)
-        if old is None:
-            return f"{shown} is missing"
-        given = tuple(inspect.signature(old).parameters)[: len(self.parameters)] if self.parameters else ()
-        return f"{shown} takes {list(given)}, not {list(self.parameters)}" if given != self.parameters else None
+        return _why_not(self.text.partition(":")[0], old, self.parameters)
+
+
+def _why_not(shown: str, found: Any, parameters: tuple[str, ...], *, exactly: bool = False) -> str | None:
+    """Say that a function is missing, or begins with other parameters. exactly: it may have no others."""
+    if found is None:
+        return f"{shown} is missing"
+    given = tuple(inspect.signature(found).parameters) if parameters else ()
+    given = given if exactly else given[: len(parameters)]
+    return None if given == parameters else f"{shown} takes {list(given)}, not {list(parameters)}"
 
 
 _undo: list[Callable[[], None]] = []
@@ -178,10 +182,11 @@ def _patches() -> tuple[list[_Patch], str]:
             scheduler = utils
     schedule = scheduler.__name__.removeprefix("megatron.core.")
     graph = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
-    plans = "a recompute uses the plans of its forward pass"
     helper = getattr(cuda_graphs, "TECudaGraphHelper", None)
+    checkpoint = getattr(random, "CheckpointFunction", None)
+    plans = "a recompute uses the plans of its forward pass"
     again = "looks for late errors when a step is over, and runs it again if the rank capacity was too small"
-    noted = "a capacity that grows needs new graphs"
+    where = "in grouped GEMMs, where that is asked for and can be"
     patches = [
         _Patch(flex, "__new__", _choose_class, "MoEFlexTokenDispatcher.__new__: makes our class for our backend"),
         _Patch(backend, "type", _allow_name, "type of moe_flex_dispatcher_backend: tools that read it allow our name"),
@@ -199,7 +204,6 @@ def _patches() -> tuple[list[_Patch], str]:
             "backends that ours has too are allowed; CUDA graphs of Transformer Engine before 2.14 keep all gradients",
         ),
         _Patch(moe_layer.MoELayer, "__init__", ours.note_layer, "MoELayer.__init__: ours reads its settings"),
-        _Patch(moe_layer.MoELayer, "set_layer_number", _pass_number_on, "MoELayer.set_layer_number: ours gets it too"),
         _Patch(
             scheduler,
             "should_free_input",
@@ -215,7 +219,7 @@ def _patches() -> tuple[list[_Patch], str]:
             ("f_layer", "b_layer"),
         ),
         _Patch(
-            getattr(random, "CheckpointFunction", None),
+            checkpoint,
             "forward",
             recompute.in_megatrons_checkpoints,
             f"CheckpointFunction.forward: {plans}",
@@ -223,12 +227,16 @@ def _patches() -> tuple[list[_Patch], str]:
         ),
         *(_Patch(schedules, name, overflow.run_again, f"schedules.{name}: {again}") for name in SCHEDULES),
         _Patch(graph, "__call__", overflow.run_again, f"FullCudaGraphWrapper.__call__: {again}"),
-        _Patch(helper, "create_cudagraphs", graphs.note_helper, f"TECudaGraphHelper.create_cudagraphs: {noted}"),
+        _Patch(
+            helper,
+            "create_cudagraphs",
+            graphs.note_helper,
+            "TECudaGraphHelper.create_cudagraphs: a capacity that grows needs new graphs",
+        ),
     ]
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
         text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
-
     te = "transformer_engine.pytorch.distributed"
     if te in sys.modules:  # Megatron has imported it, if it is there
         wrap = recompute.in_transformer_engines_checkpoints
@@ -237,10 +245,8 @@ def _patches() -> tuple[list[_Patch], str]:
     unexpected = [patch.why_not() for patch in patches]
     if getattr(moe_layer, "MoEFlexTokenDispatcher", None) is not flex:
         unexpected.append("moe_layer does not use MoEFlexTokenDispatcher")
-    wanted = ["self", "num_local_experts", "local_expert_indices", "config", "pg_collection"]
-    given = list(inspect.signature(flex.__init__).parameters) if flex else wanted
-    if given != wanted:
-        unexpected.append(f"MoEFlexTokenDispatcher takes {given}, not {wanted}")
+    wanted = ("self", "num_local_experts", "local_expert_indices", "config", "pg_collection")
+    unexpected.append(_why_not("MoEFlexTokenDispatcher", flex and flex.__init__, wanted, exactly=True))
     base = getattr(token_dispatcher, "MoETokenDispatcher", None)
     unexpected += [f"MoETokenDispatcher has no step {step}" for step in STEPS if not hasattr(base, step)]
     if backend is not None and get_origin(backend.type) is not Literal:
@@ -248,30 +254,25 @@ def _patches() -> tuple[list[_Patch], str]:
     if found := "; ".join(filter(None, unexpected)):
         raise UnknownMegatronError(f"{_UNKNOWN}: {found}")
 
-    grouped = _patches_for_grouped_experts(experts, DistributedDataParallel, ours)
+    te_experts, sequential = getattr(experts, "TEGroupedMLP", None), getattr(experts, "SequentialMLP", None)
+    given = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
+    ddp = DistributedDataParallel
+    grouped = [
+        _Patch(te_experts, "forward", ours.forward_grouped, f"TEGroupedMLP.forward: {where}", given),
+        _Patch(te_experts, "backward_dw", ours.delayed_grads, "TEGroupedMLP.backward_dw: of those in grouped GEMMs"),
+        _Patch(sequential, "forward", ours.forward_grouped, f"SequentialMLP.forward: {where}", given),
+        _Patch(ddp, "__init__", ours.note_ddp, "DistributedDataParallel.__init__: ours notes it, and calls its hooks"),
+    ]
     missing = [patch.why_not() for patch in grouped]
-    hooks = {"_make_backward_post_hook": ["self", "param"], "_make_forward_pre_hook": ["self"]}
-    for name, wanted in hooks.items():
-        hook = getattr(DistributedDataParallel, name, None)
-        if hook is None or list(inspect.signature(hook).parameters) != wanted:
-            missing.append(f"DistributedDataParallel.{name} does not take {wanted}")
+    hooks = {"_make_backward_post_hook": ("self", "param"), "_make_forward_pre_hook": ("self",)}
+    for name, parameters in hooks.items():
+        hook = getattr(ddp, name, None)
+        missing.append(_why_not(f"DistributedDataParallel.{name}", hook, parameters, exactly=True))
     why_no_grouped = "; ".join(filter(None, missing))
     if not why_no_grouped:
         eligibility.plain_forwards()  # remember them as they are now
         patches += grouped
     return patches, why_no_grouped
-
-
-def _patches_for_grouped_experts(experts: Any, ddp: type, ours: Any) -> list[_Patch]:
-    parameters = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
-    grouped, sequential = getattr(experts, "TEGroupedMLP", None), getattr(experts, "SequentialMLP", None)
-    text = "in grouped GEMMs, where that is asked for and can be"
-    return [
-        _Patch(grouped, "forward", ours.forward_grouped, f"TEGroupedMLP.forward: {text}", parameters),
-        _Patch(grouped, "backward_dw", ours.delayed_grads, "TEGroupedMLP.backward_dw: of those in grouped GEMMs"),
-        _Patch(sequential, "forward", ours.forward_grouped, f"SequentialMLP.forward: {text}", parameters),
-        _Patch(ddp, "__init__", ours.note_ddp, "DistributedDataParallel.__init__: ours notes it, and calls its hooks"),
-    ]
 
 
 def _plain_new(cls, *args, **kwargs):
@@ -302,62 +303,47 @@ def _check_config(old):
     @functools.wraps(old)
     def check(config):
         bridge.refuse_ignored_choice(config)
-        check_names(config)
-        graphs.keep_gradients(config)
-
-    def check_names(config):
-        if config.moe_flex_dispatcher_backend != NAME or config.num_moe_experts is None:
-            return old(config)
-        if config.moe_token_dispatcher_type != "flex":
-            raise ValueError(
-                f"--moe-token-dispatcher-type: given {config.moe_token_dispatcher_type}, allowed with "
-                f"--moe-flex-dispatcher-backend {NAME}: flex"
-            )
-        if getattr(config, "moe_enable_deepep", False):
-            raise ValueError(
-                f"--moe-enable-deepep: given with --moe-flex-dispatcher-backend {NAME}, allowed: one of them"
-            )
-        # Megatron's checks go by names. During them ours has the name of a backend with the same features.
-        if config.moe_shared_expert_overlap and _before(0, 18):
-            config.moe_token_dispatcher_type = "alltoall"
-        if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
-            config.moe_flex_dispatcher_backend = "hybridep"
-        capacity = config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity
-        if "moe" in _graph_names(config):  # Megatron allows it only if rows are padded to a capacity
-            config.moe_expert_capacity_factor = abs(capacity[0] or 1.0)
-            config.moe_pad_expert_input_to_capacity = True
-        try:
+        with _under_another_name(config):
             old(config)
-        finally:
-            config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", NAME
-            factor, config.moe_pad_expert_input_to_capacity = capacity
-            config.moe_expert_capacity_factor = None if factor is None or factor < 0 else factor
+        graphs.keep_gradients(config)
 
     return check
 
 
-def _graph_names(config) -> list[str]:
-    """Return what CUDA graphs contain. It may still be a name, a list of names or members of an enum."""
-    if config.cuda_graph_impl == "none":
-        return []
-    given = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
-    return re.findall(r"\w+", str(given))
+@contextlib.contextmanager
+def _under_another_name(config) -> Iterator[None]:
+    """Give ours the name of a backend with the same features: Megatron's checks go by names."""
+    if config.moe_flex_dispatcher_backend != NAME or config.num_moe_experts is None:
+        yield
+        return
+    if config.moe_token_dispatcher_type != "flex":
+        raise ValueError(
+            f"--moe-token-dispatcher-type: given {config.moe_token_dispatcher_type}, allowed with "
+            f"--moe-flex-dispatcher-backend {NAME}: flex"
+        )
+    if getattr(config, "moe_enable_deepep", False):
+        raise ValueError(f"--moe-enable-deepep: given with --moe-flex-dispatcher-backend {NAME}, allowed: one of them")
+    if config.moe_shared_expert_overlap and _before(0, 18):
+        config.moe_token_dispatcher_type = "alltoall"
+    if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
+        config.moe_flex_dispatcher_backend = "hybridep"
+    factor, pads = config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity
+    if config.cuda_graph_impl != "none" and "moe" in limits.graph_modules(config)[1]:
+        # Megatron allows it only if rows are padded to a capacity.
+        config.moe_expert_capacity_factor = abs(factor or 1.0)
+        config.moe_pad_expert_input_to_capacity = True
+    try:
+        yield
+    finally:
+        config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", NAME
+        config.moe_expert_capacity_factor = None if factor is None or factor < 0 else factor
+        config.moe_pad_expert_input_to_capacity = pads
 
 
 def _before(*version: int) -> bool:
     import megatron.core
 
     return registration.numbers(megatron.core.__version__) < version
-
-
-def _pass_number_on(old):
-    @functools.wraps(old)
-    def set_layer_number(layer, layer_number):
-        old(layer, layer_number)
-        if is_ours(layer.config):
-            layer.token_dispatcher.layer_number = layer_number
-
-    return set_layer_number
 
 
 def _keep_inputs(old):

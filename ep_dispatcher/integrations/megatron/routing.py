@@ -2,6 +2,10 @@
 
 On a GPU one compiled kernel makes the columns, and another the gradient. As separate operations of PyTorch they would
 cost the host more time than a dispatch.
+
+A token with more than top-k experts is an error. On a CPU the host finds it before anything is sent. On a GPU it would
+have to wait for the router. So the token gets an expert number that does not exist, and the engine reports that as for
+any routing: from the dispatch, or from a later call if the number of rows is given. ``explained`` rewords that error.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import engines
+from ep_dispatcher import checks, engines
 from ep_dispatcher.autograd import is_observed, plain_apply
-from ep_dispatcher.integrations.megatron import overfull
+from ep_dispatcher.errors import UnknownExpertError
 from ep_dispatcher.plain import plain
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
@@ -47,8 +51,7 @@ def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tenso
     -> (int64 [num_tokens, slices * topk], float32 [num_tokens, slices * topk])
 
     Beside -1 the probability is undefined. Probabilities are differentiable once. On a GPU the columns are in the order
-    of experts. If a token has more than topk experts, raises ValueError if the host can see it; otherwise the token
-    gets an expert that does not exist (overfull.py).
+    of experts. Raises ValueError if a token has more than topk experts and the host can see it.
     """
     if _has_kernels(routing_map) and not is_observed((routing_map, probs)):
         if probs.dtype == torch.float64:
@@ -62,6 +65,22 @@ def _has_kernels(routing_map: Tensor) -> bool:
     return routing_map.is_cuda and _compiled is not None and routing_map.get_device() == torch.cuda.current_device()
 
 
+def host_looks(routing_map: Tensor) -> bool:
+    """Return whether the host can read the routing map without waiting for a device."""
+    return not routing_map.is_cuda
+
+
+def explained(error: ValueError, topk: int) -> ValueError:
+    """Return the error. If it is about an expert number that was put there, return one in Megatron's terms."""
+    if not isinstance(error, UnknownExpertError):
+        return error
+    given = f"token {error.token} with more than {topk} experts"
+    mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
+    told = ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})")
+    told.__cause__ = error
+    return told
+
+
 def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     topk, slices, per_rank, skips_zeros = routing
     if skips_zeros:
@@ -71,17 +90,17 @@ def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple
     ones, idx = routing_map.view(torch.uint8).topk(most, dim=1)  # a token's experts, then others
     ones = ones.view(torch.bool)
     idx, chosen, is_overfull = idx[:, :topk], ones[:, :topk], ones[:, topk:]
-    host_looks = overfull.host_looks(routing_map)
-    if host_looks and is_overfull.any():
-        overfull.refuse(routing_map, topk)
+    looks = host_looks(routing_map)
+    if looks and is_overfull.any():
+        checks.fail("routing_map", f"a token with {int(routing_map.sum(1).max())} experts", f"--moe-router-topk {topk}")
     weights = probs.gather(1, idx).float()  # the engine reads none beside -1, and gives it the gradient 0
     if slices > 1:
         first = idx // per_rank * (slices * per_rank) + idx % per_rank
         idx = torch.cat([first + t * per_rank for t in range(slices)], dim=1)
         chosen, weights = chosen.repeat(1, slices), weights.repeat(1, slices)
     idx = torch.where(chosen, idx, -1)
-    if most > topk and not host_looks:
-        overfull.mark(idx, is_overfull, num_experts * slices)
+    if most > topk and not looks:
+        idx[:, -1:].masked_fill_(is_overfull, num_experts * slices)
     return idx, weights
 
 
