@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ep_dispatcher.tools.testing import device_of, make_routing
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS, NUM_ROWS = 144, 12, 3, 20, 80
 COMPILE_S = 300  # of a run that compiles, on a busy machine
+TWO_STEPS, AOT_EAGER = (NUM_TOKENS, NUM_TOKENS), dict(backend="aot_eager")
 
 
 def make_buffer(**changes) -> ep.Buffer:
@@ -81,52 +83,38 @@ def fresh_compile(function, **options):
     return torch.compile(function, fullgraph=True, **options)
 
 
-def compare(
-    rank: int,
-    function,
-    backend: str,
-    config: dict,
-    steps: list[tuple[int, int]],
-    has_weights: bool,
-    dynamic: bool | None,
-    options,
-):
-    """Eager and compiled results of every step, each a (seed, number of tokens), and the graphs made by then."""
-    compiled = fresh_compile(function, backend=backend, dynamic=dynamic)
+def compare(rank: int, function, config: dict, num_tokens: list[int], has_weights: bool, compiles: dict, options):
+    """Eager and compiled results of every step, and the graphs made by then."""
+    compiled = fresh_compile(function, **compiles)
     results = []
     device_of(config["engine"], rank)
     with make_buffer(**config) as buffer:
-        for seed, num_tokens in steps:
+        for seed, num in enumerate(num_tokens):
             eager, ours = (
-                forward_and_backward(f, buffer, leaves(rank, seed, buffer, has_weights, num_tokens), **options)
+                forward_and_backward(f, buffer, leaves(rank, seed, buffer, has_weights, num), **options)
                 for f in (function, compiled)
             )
             results.append((eager, ours, graphs()))
     return results
 
 
-def run_compare(
-    pools, engine, function, backend="aot_eager", config=None, steps=None, has_weights=True, dynamic=None, **options
-):
+def run_compare(pools, function, config: dict, num_tokens=TWO_STEPS, has_weights=True, compiles=AOT_EAGER, **options):
     options = {"max_recv_rows": NUM_ROWS} | options
-    steps = [(0, NUM_TOKENS), (1, NUM_TOKENS)] if steps is None else steps
-    arguments = (function, backend, dict(config or {}, engine=engine), steps, has_weights, dynamic, options)
+    arguments = (function, config, num_tokens, has_weights, compiles, options)
     return pools(2).run(compare, *arguments, timeout_s=COMPILE_S)
 
 
+def pairs(ranks) -> list[tuple[Tensor, Tensor]]:
+    return [pair for steps in ranks for eager, compiled, _ in steps for pair in zip(eager, compiled, strict=True)]
+
+
 def assert_bitwise(ranks) -> None:
-    for steps in ranks:
-        for eager, compiled, _ in steps:
-            assert len(eager) == len(compiled) >= 3
-            for a, b in zip(eager, compiled):
-                assert torch.equal(a, b) and a.abs().sum() > 0
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in pairs(ranks))
 
 
 def assert_close(ranks) -> None:
-    for steps in ranks:
-        for eager, compiled, _ in steps:
-            for a, b in zip(eager, compiled):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for a, b in pairs(ranks):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no-weights"])
@@ -134,7 +122,7 @@ def assert_close(ranks) -> None:
 @pytest.mark.parametrize("function", [one_layer, two_layers, cached_handle], ids=lambda f: f.__name__)
 def test_whole_graphs_and_the_same_bits(pools, engine, function, layout, has_weights):
     """The second step has another routing and needs no new graph."""
-    ranks = run_compare(pools, engine, function, layout=layout, has_weights=has_weights)
+    ranks = run_compare(pools, function, dict(engine=engine), layout=layout, has_weights=has_weights)
     assert_bitwise(ranks)
     assert all(made == 1 for steps in ranks for _, _, made in steps)
     assert not torch.equal(ranks[0][0][0][0], ranks[0][1][0][0]), "the steps are the same"
@@ -142,9 +130,9 @@ def test_whole_graphs_and_the_same_bits(pools, engine, function, layout, has_wei
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_quantized(pools, engine, ranks_per_node):
-    config = dict(dtype=torch.bfloat16, ranks_per_node=ranks_per_node)
     quantize = ("e4m3_1x128", "e4m3_1x128_pow2")[ranks_per_node - 1]
-    assert_bitwise(run_compare(pools, engine, two_layers, config=config, quantize=quantize, expert_alignment=4))
+    config = dict(engine=engine, dtype=torch.bfloat16, ranks_per_node=ranks_per_node)
+    assert_bitwise(run_compare(pools, two_layers, config, quantize=quantize, expert_alignment=4))
 
 
 @pytest.mark.parametrize(
@@ -158,18 +146,17 @@ def test_quantized(pools, engine, ranks_per_node):
 )
 def test_another_number_of_tokens(pools, engine, dynamic, num_rows, layout, graphs_made):
     """A second graph for sizes that vary, and no third; with dynamic=True one for every number of tokens."""
-    steps = [(0, NUM_TOKENS), (1, 2 * NUM_TOKENS), (2, 3 * NUM_TOKENS), (3, NUM_TOKENS - 1)]
-    options = dict(steps=steps, max_recv_rows=num_rows, layout=layout, dynamic=dynamic)
-    ranks = run_compare(pools, engine, one_layer, **options)
+    num_tokens = [NUM_TOKENS, 2 * NUM_TOKENS, 3 * NUM_TOKENS, NUM_TOKENS - 1]
+    options = dict(compiles=AOT_EAGER | dict(dynamic=dynamic), max_recv_rows=num_rows, layout=layout)
+    ranks = run_compare(pools, one_layer, dict(engine=engine), num_tokens, **options)
     assert_bitwise(ranks)
-    for steps in ranks:
-        assert [made for _, _, made in steps] == graphs_made
+    assert all([made for _, _, made in steps] == graphs_made for steps in ranks)
 
 
 @pytest.mark.parametrize("num_rows", [NUM_ROWS, None], ids=["fixed", "counted"])
 def test_dynamic_shapes_with_float8_and_a_handle(pools, engine, num_rows):
-    options = dict(config=dict(dtype=torch.bfloat16), dynamic=True, quantize="e4m3_1x128", max_recv_rows=num_rows)
-    assert_bitwise(run_compare(pools, engine, cached_handle, **options))
+    options = dict(compiles=AOT_EAGER | dict(dynamic=True), quantize="e4m3_1x128", max_recv_rows=num_rows)
+    assert_bitwise(run_compare(pools, cached_handle, dict(engine=engine, dtype=torch.bfloat16), **options))
 
 
 def compare_new_buffers(rank: int, engine: str, backend: str, dynamic: bool | None, as_argument: bool):
@@ -189,22 +176,18 @@ def compare_new_buffers(rank: int, engine: str, backend: str, dynamic: bool | No
         with make_buffer(engine=engine) as new:
             buffer = new
             for num_tokens in (NUM_TOKENS, NUM_TOKENS + seed):
-                given = leaves(rank, seed, buffer, True, num_tokens)
-                eager = forward_and_backward(argument, buffer, given)
-                given = leaves(rank, seed, buffer, True, num_tokens)
                 called = compiled if as_argument else lambda _, *given: compiled(*given)
-                results.append((eager, forward_and_backward(called, buffer, given), graphs()))
+                eager, ours = (
+                    forward_and_backward(f, buffer, leaves(rank, seed, buffer, True, num_tokens))
+                    for f in (argument, called)
+                )
+                results.append((eager, ours, graphs()))
     return results
 
 
 @pytest.mark.parametrize(
     "backend,dynamic,as_argument",
-    [
-        ("eager", None, True),
-        ("aot_eager", None, False),
-        ("aot_eager", True, True),
-        ("inductor", None, True),
-    ],
+    [("eager", None, True), ("aot_eager", None, False), ("aot_eager", True, True), ("inductor", None, True)],
 )
 def test_another_buffer(pools, engine, backend, dynamic, as_argument):
     """A new buffer needs a new graph, and gets it; sizes that are dynamic already need no other."""
@@ -275,7 +258,7 @@ def test_dynamo_is_imported_with_the_first_buffer_and_holds_no_group(script, exp
 
 def test_inductor(pools):
     """Its own kernels round otherwise than PyTorch's, so close is all that can be asked."""
-    ranks = run_compare(pools, "cpu", two_layers, "inductor")
+    ranks = run_compare(pools, two_layers, dict(engine="cpu"), compiles=dict(backend="inductor"))
     assert_close(ranks)
     assert all(made == 1 for steps in ranks for _, _, made in steps)
 
@@ -286,15 +269,14 @@ def test_operations_keep_their_order(rank):
     sizes = [60, 3, 25]
     with make_buffer() as buffer:
         seen, engine = [], buffer.live_engine()
-        run_dispatch, run_combine = engine.dispatch, engine.combine
 
-        def dispatch(request):
-            seen.append(("dispatch", request.num_rows - 4 * NUM_ROWS))
-            return run_dispatch(request)
+        def launch(request, name, run):
+            num_rows = request.num_rows if name == "dispatch" else len(request.y)
+            seen.append((name, num_rows - 4 * NUM_ROWS))
+            return run(request)
 
-        def combine(request):
-            seen.append(("combine", request.y.shape[0] - 4 * NUM_ROWS))
-            return run_combine(request)
+        for name in ("dispatch", "combine"):
+            setattr(engine, name, partial(launch, name=name, run=getattr(engine, name)))
 
         def layers(xs, idxs):
             ys = []
@@ -303,7 +285,6 @@ def test_operations_keep_their_order(rank):
                 ys.append(ep.combine(buffer, torch.tanh(out.x * 2), out.handle))
             return ys
 
-        engine.dispatch, engine.combine = dispatch, combine
         idxs = [make_routing("uniform", n, NUM_EXPERTS, NUM_TOPK, seed=n)[0] for n in sizes]
         xs = [torch.randn(n, HIDDEN).requires_grad_() for n in sizes]
         ys = torch.compile(layers, fullgraph=True, backend="inductor")(xs, idxs)
