@@ -1,7 +1,5 @@
 """Process groups in a wrapper, and groups that torch.distributed does not know."""
 
-from datetime import timedelta
-
 import torch.distributed as dist
 from conftest import on_ranks
 from round_trip import make_buffer, round_trip
@@ -11,6 +9,15 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import registered_group
+
+
+def forwarded(attribute: str, *names: str) -> list:
+    """Methods that call those of an attribute."""
+
+    def forward(name):
+        return lambda self, *args, **kwargs: getattr(getattr(self, attribute), name)(*args, **kwargs)
+
+    return [forward(name) for name in names]
 
 
 class Reloadable(ProcessGroup):
@@ -23,14 +30,7 @@ class Reloadable(ProcessGroup):
     def __getattr__(self, name):
         return getattr(self.group, name)
 
-    def rank(self):
-        return self.group.rank()
-
-    def size(self):
-        return self.group.size()
-
-    def allreduce(self, *args, **kwargs):
-        return self.group.allreduce(*args, **kwargs)
+    rank, size, allreduce = forwarded("group", "rank", "size", "allreduce")
 
 
 @on_ranks(2)
@@ -60,26 +60,8 @@ class InPython(dist.Store):
         super().__init__()
         self.inner = dist.TCPStore("127.0.0.1", port, is_master=False)
 
-    def set(self, key, value):
-        self.inner.set(key, value)
-
-    def get(self, key):
-        return self.inner.get(key)
-
-    def add(self, key, number):
-        return self.inner.add(key, number)
-
-    def check(self, keys):
-        return self.inner.check(keys)
-
-    def wait(self, keys, timeout=timedelta(seconds=60)):
-        self.inner.wait(keys, timeout)
-
-    def compare_set(self, key, expected, desired):
-        return self.inner.compare_set(key, expected, desired)
-
-    def multi_get(self, keys):
-        return self.inner.multi_get(keys)
+    set, get, add, check = forwarded("inner", "set", "get", "add", "check")
+    wait, compare_set, multi_get = forwarded("inner", "wait", "compare_set", "multi_get")
 
 
 class WithoutAdd(InPython):

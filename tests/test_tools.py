@@ -4,13 +4,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT, run_module
 
 from ep_dispatcher.__main__ import TOOLS
-
-ROOT = Path(__file__).parents[1]
 
 
 def programs() -> set[str]:
@@ -46,6 +44,5 @@ def test_none_prints_a_warning():
 
 @pytest.mark.parametrize("words, code", [([], 0), (["doctor"], 2)])
 def test_the_list_of_tools(words, code):
-    command = [sys.executable, "-m", "ep_dispatcher", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == code and all(name in done.stdout for name, _ in TOOLS)
+    found, output, _ = run_module("ep_dispatcher", *words)
+    assert found == code and all(name in output for name, _ in TOOLS)

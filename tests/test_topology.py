@@ -8,7 +8,7 @@ from round_trip import make_buffer, node_of, round_trip
 from test_errors import error_of
 
 from ep_dispatcher import buffer as buffer_module
-from ep_dispatcher.topology import Topology, host_id
+from ep_dispatcher.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,11 @@ def test_places_of_the_ranks(host_of, ranks_per_node):
     assert sorted(rank for ranks in {t.rail for t in topologies} for rank in ranks) == list(all_ranks)
 
 
-def host_id_of(rank):
-    return host_id()
-
-
-def test_processes_of_one_host_have_the_same_id(pools):
-    assert pools(2).run(host_id_of) == [host_id()] * 2
-
-
 def on_hosts(rank, host_of, ranks_per_node, expected_nodes, dtype=torch.bfloat16):
     """A whole round on ranks that say that they are on these hosts."""
-    patched = buffer_module.host_id
-    buffer_module.host_id = lambda: host_of[rank]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer_module, "host_id", lambda: host_of[rank])
         buffer = make_buffer(ranks_per_node=ranks_per_node, dtype=dtype)
-    finally:
-        buffer_module.host_id = patched
     with buffer:
         assert buffer.topology.nodes == expected_nodes
         for seed in range(3):
