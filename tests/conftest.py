@@ -67,14 +67,16 @@ def as_test(body, parameters: list[str], run):
     return test
 
 
-def on_ranks(num_ranks: int, **options):
+def on_ranks(num_ranks: int, *, fresh: bool = False, **options):
     """Run the body of a test on that many ranks. It takes the rank, and then the test's fixtures and cases.
 
+    fresh: whether the ranks are this test's alone, which may change or end them
     options: of RankPool.run
     """
 
     def run(body, pools, **given):
-        pools(num_ranks).run(body, *given.values(), **options)
+        with RankPool(num_ranks) if fresh else contextlib.nullcontext(pools(num_ranks)) as pool:
+            pool.run(body, *given.values(), **options)
 
     return lambda body: as_test(body, ["pools", *list(inspect.signature(body).parameters)[1:]], run)
 

@@ -78,3 +78,9 @@ def round_trip(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = 
     assert_received(out, right)
     y = outputs(rank, out.x.shape[0], **given, device=device(buffer))
     assert same_bits(buffer.combine(y, out.handle).x.cpu(), right_sum)
+
+
+def check_new_buffer(group=None, **changes: Any) -> None:
+    """Collective: make a buffer, which works."""
+    with make_buffer(group, **changes) as buffer:
+        round_trip(buffer)

@@ -4,15 +4,16 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import ENGINES, exhaustive, on
-from round_trip import device, inputs, make_buffer, outputs, round_trip
+from conftest import ENGINES, exhaustive, on, on_ranks
+from round_trip import check_new_buffer, device, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankPool
@@ -30,11 +31,35 @@ def here(cases: list[tuple], others: list[tuple] = ()) -> list:
     ]
 
 
+def default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def tell(key: str, value: str = "") -> None:
+    default_store().set(key, value)
+
+
+def wait_for(*keys: str) -> None:
+    """Wait until other ranks have told these."""
+    default_store().wait(list(keys), timedelta(seconds=LONG_S))
+
+
 def meet(name: str) -> None:
     """Wait for all ranks. The store is no rank's: ranks that die behind this do not disturb those still in it."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"{name}/{dist.get_rank()}", "")
-    store.wait([f"{name}/{rank}" for rank in range(dist.get_world_size())], timedelta(seconds=LONG_S))
+    tell(f"{name}/{dist.get_rank()}")
+    wait_for(*(f"{name}/{rank}" for rank in range(dist.get_world_size())))
+
+
+@contextmanager
+def store_on_rank_0(host: str = "127.0.0.1") -> Iterator[None]:
+    """What this rank makes meanwhile asks a store that rank 0 hosts, as without torchrun. It has nobody else's keys."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = [store and store.port]
+    dist.broadcast_object_list(port)
+    store = store or dist.TCPStore(host, port[0], is_master=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        yield
 
 
 def make_hasty_buffer(**changes) -> ep.Buffer:
@@ -82,15 +107,15 @@ def settles(measure, at_most) -> bool:
     return not any(n > limit for n, limit in zip(measure(), at_most))
 
 
-def named_shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def assert_no_named_shared_memory(before: set[str], pids: list[int]) -> None:
-    """Names may come and go by processes that are none of ours."""
-    new = named_shared_memory() - before
-    ours = [name for name in new if "ep_dispatcher" in name or any(str(pid) in name for pid in pids)]
-    assert not ours
+@contextmanager
+def pool_that_leaves_nothing() -> Iterator[RankPool]:
+    """A pool; then none of its processes, and no name in shared memory that is theirs."""
+    names = set(os.listdir("/dev/shm"))
+    with RankPool(NUM_RANKS, timeout_s=LONG_S) as pool:
+        yield pool
+    assert not any(map(is_running, pool.pids))
+    new = set(os.listdir("/dev/shm")) - names
+    assert not [name for name in new if "ep_dispatcher" in name or any(str(pid) in name for pid in pool.pids)]
 
 
 def is_running(pid: int) -> bool:
@@ -155,38 +180,6 @@ def assert_given_up(buffer: ep.Buffer, error: ep.PeerTimeoutError) -> None:
 # ---- a rank that is late --------------------------------------------------------------------------------------------
 
 
-def oversleep(rank: int, victim: int, operation: str, engine: str, ranks_per_node: int) -> float:
-    assert_nothing_left()
-    store = dist.distributed_c10d._get_default_store()
-    limit = dict(timeout_s=LONG_S) if rank == victim else {}
-    buffer = make_hasty_buffer(engine=engine, ranks_per_node=ranks_per_node, **limit)
-    round_trip(buffer)
-    operations = rounds(buffer)
-    next(operations)
-    epoch = 3
-    if operation == "combine":
-        next(operations)
-        epoch = 4
-    hurry(buffer, LONG_S if rank == victim else LIMIT_S)
-    if rank == victim:  # sleeps until the others have given up and gone
-        others = [f"awake/{buffer.id}/{other}" for other in range(NUM_RANKS) if other != victim]
-        store.wait(others, timedelta(seconds=LONG_S))
-        error = expect_timeout(operations)  # it does not wait for ranks that have said that they gave up
-        if engine == "cpu":
-            assert error.late_ranks == (rank,) and f"rank {rank} came too late" in str(error)
-    else:
-        error = expect_timeout(operations)
-        assert_names(error, rank, victim, [epoch])
-        assert_given_up(buffer, error)
-    assert engine == "cuda" or len(mappings()) >= ranks_per_node
-    buffer.destroy()
-    assert_nothing_left()
-    store.set(f"awake/{buffer.id}/{rank}", "")
-    with make_buffer(engine=engine, ranks_per_node=ranks_per_node, timeout_s=LONG_S) as buffer:
-        round_trip(buffer)
-    return error.waited_s
-
-
 @pytest.mark.parametrize(
     "engine,ranks_per_node,victim,operation",
     here(
@@ -203,11 +196,34 @@ def oversleep(rank: int, victim: int, operation: str, engine: str, ranks_per_nod
         others=[("cpu", 4, 1, "combine"), ("cpu", 2, 3, "dispatch"), ("cpu", 1, 2, "combine")],
     ),
 )
-def test_a_late_rank_is_named_by_all_others(pools, engine, ranks_per_node, victim, operation):
+@on_ranks(NUM_RANKS)
+def test_a_late_rank_is_named_by_all_others(rank, engine, ranks_per_node, victim, operation):
     """Also by those that wait for it only because they wait for another one: other node, other rail."""
-    waited_s = pools(NUM_RANKS).run(oversleep, victim, operation, engine, ranks_per_node)
-    awake = [seconds for rank, seconds in enumerate(waited_s) if rank != victim]
-    assert max(awake) > LIMIT_S - 0.5, "nobody waited for the late rank; the others may follow the first that gives up"
+    assert_nothing_left()
+    limit = dict(timeout_s=LONG_S) if rank == victim else {}
+    buffer = make_hasty_buffer(engine=engine, ranks_per_node=ranks_per_node, **limit)
+    round_trip(buffer)
+    operations, epoch = rounds(buffer), 3 if operation == "dispatch" else 4
+    for _ in range(epoch - 2):
+        next(operations)
+    hurry(buffer, LONG_S if rank == victim else LIMIT_S)
+    if rank == victim:  # sleeps until the others have given up and gone
+        wait_for(*(f"awake/{buffer.id}/{other}" for other in range(NUM_RANKS) if other != victim))
+        error = expect_timeout(operations)  # it does not wait for ranks that have said that they gave up
+        if engine == "cpu":
+            assert error.late_ranks == (rank,) and f"rank {rank} came too late" in str(error)
+    else:
+        error = expect_timeout(operations)
+        assert_names(error, rank, victim, [epoch])
+        assert_given_up(buffer, error)
+    assert engine == "cuda" or len(mappings()) >= ranks_per_node
+    buffer.destroy()
+    assert_nothing_left()
+    tell(f"awake/{buffer.id}/{rank}")
+    check_new_buffer(engine=engine, ranks_per_node=ranks_per_node, timeout_s=LONG_S)
+    waited_s = [0.0] * NUM_RANKS
+    dist.all_gather_object(waited_s, 0.0 if rank == victim else error.waited_s)
+    assert max(waited_s) > LIMIT_S - 0.5, "nobody waited for the late rank; others may follow the first that gives up"
 
 
 # ---- a rank that dies -----------------------------------------------------------------------------------------------
@@ -249,14 +265,13 @@ def dies_in(engine, death: Death) -> ActsIn:
     return ActsIn(engine, death.step, lambda: os.kill(os.getpid(), signal.SIGKILL), death.call)
 
 
-def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_per_node: int) -> tuple[str, int]:
+def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_per_node: int) -> bool:
     assert_nothing_left()
     before = number_of_files_and_threads()
     buffer = make_hasty_buffer(engine=engine, ranks_per_node=ranks_per_node)
     round_trip(buffer)
-    operations = rounds(buffer)
-    next(operations)
-    if death.operation == "combine":
+    operations, epoch = rounds(buffer), 3 if death.operation == "dispatch" else 4
+    for _ in range(epoch - 2):
         next(operations)
     hurry(buffer)
     if rank == victim:
@@ -264,7 +279,6 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
     elif death.step == "begin":
         assert settles(lambda: [is_running(pid)], [False])  # its connections are closed
     error = expect_timeout(operations)
-    epoch = 3 if death.operation == "dispatch" else 4
     # A rank may have all that it needs of an operation in which another one dies, and notice in the next.
     assert_names(error, rank, victim, [epoch] if death.step == "begin" else [epoch, epoch + 1])
     assert_given_up(buffer, error)
@@ -281,7 +295,7 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
         for seed in range(3):
             round_trip(buffer, seed=seed)
     assert_nothing_left()
-    return error.operation, error.epoch
+    return True
 
 
 @pytest.mark.parametrize(
@@ -317,25 +331,14 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
     ids=str,
 )
 def test_a_dead_rank_is_named_and_outlived(engine, ranks_per_node, victim, death):
-    names = named_shared_memory()
-    with RankPool(NUM_RANKS, timeout_s=LONG_S) as pool:
-        pids = pool.pids
-        seen = pool.run(outlive, victim, pids[victim], death, engine, ranks_per_node, allow_dead={victim})
-        assert seen.pop(victim) is None and None not in seen
-    assert not any(map(is_running, pids))
-    assert_no_named_shared_memory(names, pids)
+    with pool_that_leaves_nothing() as pool:
+        seen = pool.run(outlive, victim, pool.pids[victim], death, engine, ranks_per_node, allow_dead={victim})
+        assert seen.pop(victim) is None and all(seen)
 
 
-def outlive_the_store(rank: int) -> None:
-    """Rank 0 hosts the store, as it does without torchrun, and dies."""
-    port = [None]
-    if rank == 0:
-        hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = [hosted.port]
-    dist.broadcast_object_list(port)
-    store = hosted if rank == 0 else dist.TCPStore("127.0.0.1", port[0], is_master=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+@on_ranks(3, fresh=True, allow_dead={0})
+def test_the_host_of_the_store_dies(rank):
+    with store_on_rank_0():
         buffer = make_hasty_buffer()
     round_trip(buffer)
     hurry(buffer)
@@ -347,45 +350,32 @@ def outlive_the_store(rank: int) -> None:
     assert_nothing_left()
 
 
-def test_the_host_of_the_store_dies():
-    with RankPool(3, timeout_s=LONG_S) as pool:
-        pool.run(outlive_the_store, allow_dead={0})
-
-
 def die_together(rank: int, ranks_per_node: int) -> None:
     """Every rank is in the same step when the first one dies: a rank that still had to wait would report the dead."""
     buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LONG_S)
     round_trip(buffer)
     assert mappings()
-
-    def die() -> None:
-        meet(f"dies/{buffer.id}")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    buffer._engine._c = ActsIn(buffer._engine._c, "stage", die)
+    buffer._engine._c = ActsIn(dies_in(buffer._engine._c, Death("dispatch", "stage")), "stage", lambda: meet("die"))
     for _ in rounds(buffer):
         pass
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_nothing_is_left_when_all_ranks_die(ranks_per_node):
-    names = named_shared_memory()
-    pool = RankPool(NUM_RANKS, timeout_s=LONG_S)
-    for pid in pool.pids:
-        assert is_running(pid)
-    assert pool.run(die_together, ranks_per_node, allow_dead=range(NUM_RANKS)) == [None] * NUM_RANKS
-    assert pool.closed and not any(map(is_running, pool.pids))
-    assert_no_named_shared_memory(names, pool.pids)
+    with pool_that_leaves_nothing() as pool:
+        assert all(map(is_running, pool.pids))
+        assert pool.run(die_together, ranks_per_node, allow_dead=range(NUM_RANKS)) == [None] * NUM_RANKS
+        assert pool.closed
 
 
 # ---- nobody is late -------------------------------------------------------------------------------------------------
 
 
-def make_and_destroy(rank: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@on_ranks(NUM_RANKS)
+def test_destroy_frees_memory_files_and_connections(rank, ranks_per_node):
     for _ in range(2):  # what is started once and for all is started here
-        with make_buffer(ranks_per_node=ranks_per_node) as buffer:
-            round_trip(buffer)
-    assert settles(number_of_files_and_threads, (1000, 1000))
+        check_new_buffer(ranks_per_node=ranks_per_node)
     time.sleep(0.2)
     before = number_of_files_and_threads()
     for seed in range(5):
@@ -398,8 +388,3 @@ def make_and_destroy(rank: int, ranks_per_node: int) -> None:
         kept.destroy()
         assert_nothing_left()
     assert settles(number_of_files_and_threads, before), "connections or threads are left"
-
-
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_destroy_frees_memory_files_and_connections(pools, ranks_per_node):
-    pools(NUM_RANKS).run(make_and_destroy, ranks_per_node)
