@@ -6,13 +6,11 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 from conftest import on, on_ranks
 from round_trip import device, inputs, make_buffer, outputs, round_trip
-from test_faults import mappings
+from test_faults import mappings, tell, wait_for
 
 import ep_dispatcher as ep
 
@@ -41,21 +39,9 @@ def after(seconds: float, function):
         timer.join()
 
 
-class Turns:
-    """Lets a rank wait until another one has reached a point."""
-
-    def __init__(self, buffer: ep.Buffer, name: str):
-        self._store, self._key = dist.distributed_c10d._get_default_store(), f"turn/{buffer.id}/{name}"
-
-    def reached(self) -> None:
-        self._store.set(self._key, "")
-
-    def wait(self) -> None:
-        self._store.wait([self._key], timedelta(seconds=LIMIT_S))
-
-
-def operation_of(buffer: ep.Buffer, rank: int, name: str):
+def operation_of(buffer: ep.Buffer, name: str):
     """One operation, as a call without arguments that waits for it, and its epoch."""
+    rank = buffer.topology.rank
     given = inputs(rank, device=device(buffer))
     if name != "combine":
         rows = NUM_ROWS if name == "dispatch of fixed rows" else None
@@ -72,34 +58,34 @@ WAITS = pytest.mark.parametrize(
 )
 
 
-def expect_late_peer(operation) -> None:
-    """Rank 0 is gone: rank 1 is not to wait for its limit."""
+def expect_late_peer(buffer: ep.Buffer, operation) -> None:
+    """When rank 0 is gone, rank 1 does not wait for its limit."""
+    wait_for(f"gone/{buffer.id}")
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as caught:
         for _ in range(2):  # rank 0 may have completed its part of the first
             operation()
     assert caught.value.late_ranks == (0,) and time.monotonic() - begin < LIMIT_S / 2
+    buffer.destroy()
+
+
+def interrupt_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
-def interrupt_by_keyboard(rank: int, engine: str, ranks_per_node: int, name: str) -> float:
-    """Rank 0 waits for rank 1 and is interrupted; how long that took."""
+@WAITS
+@on_ranks(2)
+def test_a_keyboard_interrupt_ends_a_wait(rank, engine, ranks_per_node, name):
+    """Rank 0 waits for rank 1 and is interrupted."""
     buffer = make_buffer(engine=engine, ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
-    operation, epoch = operation_of(buffer, rank, name)
-    turns, sent = Turns(buffer, "interrupted"), []
+    operation, epoch = operation_of(buffer, name)
     if rank == 1:
-        turns.wait()
-        expect_late_peer(operation)
-        buffer.destroy()
-        return 0.0
-
-    def send() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with handler(signal.SIGINT, signal.default_int_handler), after(0.5, send):
+        return expect_late_peer(buffer, operation)
+    begin = time.monotonic()
+    with handler(signal.SIGINT, signal.default_int_handler), after(0.5, interrupt_this_process):
         with pytest.raises(KeyboardInterrupt):
             operation()
     where = f"in {name}, epoch {epoch}, " if engine == "cpu" else ".*"
@@ -107,48 +93,32 @@ def interrupt_by_keyboard(rank: int, engine: str, ranks_per_node: int, name: str
         operation()
     assert not isinstance(caught.value, ep.PeerTimeoutError)
     buffer.destroy()
-    turns.reached()
-    assert not mappings()
-    return time.monotonic() - sent[0]
+    tell(f"gone/{buffer.id}")
+    assert not mappings() and time.monotonic() - begin < SOON_S
 
 
-@WAITS
-def test_a_keyboard_interrupt_ends_a_wait(pools, engine, ranks_per_node, name):
-    assert pools(2).run(interrupt_by_keyboard, engine, ranks_per_node, name)[0] < SOON_S
-
-
-def handle_signals_while_waiting(rank: int, ranks_per_node: int, name: str) -> int:
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_an_operation_goes_on_after_a_signal_handler(rank, ranks_per_node, name):
     """Rank 1 comes only after rank 0's handler has run three times in its wait, and all sums are right."""
     with make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S) as buffer:
-        operation, _ = operation_of(buffer, rank, name)
-        turns, handled = Turns(buffer, "handled"), threading.Semaphore(0)
-        if rank == 1:
-            turns.wait()
-            operation()
-            round_trip(buffer)
-            return 0
-        seen = []
+        operation, _ = operation_of(buffer, name)
+        handled = threading.Semaphore(0)
 
         def send() -> None:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGUSR2)
                 assert handled.acquire(timeout=LIMIT_S)
-            turns.reached()
+            tell(f"handled/{buffer.id}")
 
-        def handle(*_) -> None:
-            seen.append(time.monotonic())
-            handled.release()
-
-        with handler(signal.SIGUSR2, handle), after(0.3, send):
+        if rank == 0:
+            with handler(signal.SIGUSR2, lambda *_: handled.release()), after(0.3, send):
+                operation()
+        else:
+            wait_for(f"handled/{buffer.id}")
             operation()
         round_trip(buffer)
-        return len(seen)
-
-
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_an_operation_goes_on_after_a_signal_handler(pools, ranks_per_node, name):
-    assert pools(2).run(handle_signals_while_waiting, ranks_per_node, name) == [3, 0]
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
@@ -156,77 +126,62 @@ def test_an_operation_goes_on_after_a_signal_handler(pools, ranks_per_node, name
 def test_a_signal_handler_may_destroy_the_buffer(rank: int, ranks_per_node: int) -> None:
     buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
     round_trip(buffer)
-    turns = Turns(buffer, "destroyed")
     if rank == 0:
         with handler(signal.SIGUSR2, lambda *_: buffer.destroy()):
             with after(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR2)):
                 with pytest.raises(RuntimeError, match="destroyed, by another thread or a signal handler"):
                     buffer.dispatch(*inputs(rank))
         assert buffer.is_destroyed and not mappings()
-        turns.reached()
+        tell(f"gone/{buffer.id}")
     else:
-        turns.wait()
+        wait_for(f"gone/{buffer.id}")
         buffer.destroy()
 
 
 # ---- destroy() from another thread ----------------------------------------------------------------------------------
 
 
-def destroy_a_waiting_buffer(rank: int, engine: str, ranks_per_node: int, name: str) -> float:
-    """As a watchdog does; how long the waiting thread and the watchdog took."""
+@WAITS
+@on_ranks(2)
+def test_destroy_ends_another_threads_wait(rank, engine, ranks_per_node, name):
+    """As a watchdog does."""
     buffer = make_buffer(engine=engine, ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
-    operation, epoch = operation_of(buffer, rank, name)
-    turns, times = Turns(buffer, "destroyed"), []
+    operation, epoch = operation_of(buffer, name)
     if rank == 1:
-        turns.wait()
-        expect_late_peer(operation)
-        buffer.destroy()
-        return 0.0
+        return expect_late_peer(buffer, operation)
+    left: list[list[str]] = []
 
     def destroy() -> None:
-        times.append(time.monotonic())
         buffer.destroy()
-        assert not mappings(), "destroy() returned before all was freed"
-        times.append(time.monotonic())
+        left.append(mappings())
 
+    begin = time.monotonic()
     with after(0.5, destroy):
         where = f"while this thread was in {name}, epoch {epoch}" if engine == "cpu" else "destroyed"
         with pytest.raises((ValueError, RuntimeError), match=where) as caught:
             operation()
         ended = time.monotonic()
-    assert not isinstance(caught.value, ep.PeerTimeoutError) and buffer.is_destroyed and len(times) == 2
-    turns.reached()
+    assert (time.monotonic() if engine == "cpu" else ended) - begin < SOON_S
+    assert left == [[]], "destroy() returned before all was freed"
+    assert not isinstance(caught.value, ep.PeerTimeoutError) and buffer.is_destroyed
+    tell(f"gone/{buffer.id}")
     with pytest.raises(ValueError, match="given one that was destroyed"):
         operation()
-    return (times[1] if engine == "cpu" else ended) - times[0]
-
-
-@WAITS
-def test_destroy_ends_another_threads_wait(pools, engine, ranks_per_node, name):
-    assert pools(2).run(destroy_a_waiting_buffer, engine, ranks_per_node, name)[0] < SOON_S
-
-
-def destroy_during_operations(rank: int, ranks_per_node: int) -> set[str]:
-    """Twenty buffers, each destroyed at some moment of its operations."""
-    seen = set()
-    for i in range(20):
-        buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
-        with after(0.002 * i + 0.003 * rank, buffer.destroy):
-            try:
-                while True:
-                    out = buffer.dispatch(*inputs(rank))
-                    buffer.combine(outputs(rank, len(out.x)), out.handle)
-            except (ValueError, RuntimeError) as error:
-                seen.add(type(error).__name__)
-                assert "destroy" in str(error), error
-        assert buffer.is_destroyed and not mappings()
-    return seen
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_destroy_at_any_moment_of_an_operation(pools, ranks_per_node):
-    for seen in pools(2).run(destroy_during_operations, ranks_per_node):
-        assert seen <= {"ValueError", "RuntimeError", "PeerTimeoutError"}
+@on_ranks(2)
+def test_destroy_at_any_moment_of_an_operation(rank, ranks_per_node):
+    """Twenty buffers, each destroyed at some moment of its operations."""
+    for i in range(20):
+        buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
+        with after(0.002 * i + 0.003 * rank, buffer.destroy):
+            with pytest.raises((ValueError, RuntimeError), match="destroy") as caught:
+                while True:
+                    out = buffer.dispatch(*inputs(rank))
+                    buffer.combine(outputs(rank, len(out.x)), out.handle)
+        assert type(caught.value) in (ValueError, RuntimeError, ep.PeerTimeoutError)
+        assert buffer.is_destroyed and not mappings()
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
@@ -237,13 +192,8 @@ def test_a_copy_is_destroyed_with_its_original(rank: int, ranks_per_node: int) -
     round_trip(twin)
     out = twin.dispatch(*inputs(rank))
     buffer.destroy()
-    calls = (
-        lambda: twin.dispatch(*inputs(rank)),
-        lambda: twin.combine(out.x, out.handle),
-        twin.check,
-        twin.counters,
-    )
-    for call in calls:
+    operations = lambda: twin.dispatch(*inputs(rank)), lambda: twin.combine(out.x, out.handle)
+    for call in (*operations, twin.check, twin.counters):
         with pytest.raises(ValueError, match="buffer: given one that was destroyed, allowed: a living buffer"):
             call()
     twin.destroy()
