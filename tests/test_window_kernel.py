@@ -17,7 +17,7 @@ find that they differ.
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -98,31 +98,19 @@ def number_of(m: ProgressFlags, name: str, n: int) -> int:
     return order.index((name, n)) if (name, n) in order else order.index(("pushed", n - 1)) + 1
 
 
-@pytest.fixture(scope="module")
-def compiled_progress_flags(tmp_path_factory) -> Callable[..., list[list[int]]]:
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
-    program = tmp_path_factory.mktemp("progress_flags") / "progress_flags"
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_the_order_of_progress_flags(tmp_path):
+    program = tmp_path / "progress_flags"
     sources = ["-I", ROOT / "csrc", ROOT / "tests" / "progress_flags.cpp", "-o", program]
     subprocess.run(["c++", "-std=c++17", "-O1", *sources], check=True, timeout=300)
-
-    def run(*sizes: int) -> list[list[int]]:
-        said = subprocess.run([program, *map(str, sizes)], capture_output=True, text=True, check=True, timeout=60)
-        return [[int(word) for word in line.split()] for line in said.stdout.splitlines()]
-
-    return run
-
-
-def test_the_order_of_progress_flags(compiled_progress_flags):
     for far, own, window, others in [*product((1, 2, 5, 8), (1, 3), (1, 2, 4, 8), (1, 3)), (0, 4, 0, 0)]:
         m = ProgressFlags(far, own, min(window, far), others)
         order = in_order(m)
-        at, pushed, summed, waits = compiled_progress_flags(*m)
+        said = subprocess.run([program, *map(str, m)], capture_output=True, text=True, check=True, timeout=60).stdout
+        at, pushed, summed, waits = ([int(word) for word in line.split()] for line in said.splitlines())
         assert at == [n if name == "pushed" else ~n for name, n in order]
         # One more of each: the end of the pushes, and the end of all.
-        assert pushed == [order.index(("pushed", chunk)) for chunk in range(far + own)] + [
-            order.index(("pushed", far + own - 1)) + 1
-        ]
+        assert pushed == [number_of(m, "pushed", chunk) for chunk in range(far + own + 1)]
         assert summed == [order.index(("summed", n)) for n in range(far * others)] + [len(order)]
         assert waits == [m.needs_slots(chunk) for chunk in range(far + own)]
 
@@ -146,63 +134,47 @@ class Kernel(NamedTuple):
         far = -(-w.tokens // w.per_chunk)
         return ProgressFlags(far, 1, min(w.window, far), w.nodes)
 
+    @property
+    def blocks(self) -> range:
+        """Those of a launch."""
+        return range(self.pushing + self.reducing)
+
     def events(self, routing: Routing) -> list[Event]:
         events: list[Event] = []
         for rank in range(self.windows.ranks):
-            if rank in self.two_launches:
-                every = self.pushing + self.reducing
-                launches = [(True, False, every, 0), (False, True, 0, every)]
-            else:
-                launches = [(True, True, self.pushing, self.reducing)]
-            for number, (pushes, reduces, pushing, reducing) in enumerate(launches):
-                for block in range(pushing + reducing):
-                    launch = Launch(self, routing, rank, number, block, pushes, reduces, pushing, reducing)
-                    Block(launch, events).run()
+            for launch, block in product((0, 1) if rank in self.two_launches else (0,), self.blocks):
+                Block(self, routing, events, rank, launch, block).run()
         return events
 
-    def pushing_blocks(self, rank: int) -> int:
-        return self.pushing + self.reducing if rank in self.two_launches else self.pushing
+    def pushing_blocks(self, rank: int) -> range:
+        return self.blocks if rank in self.two_launches else self.blocks[: self.pushing]
 
     def summing_blocks(self, rank: int) -> range:
         """Which blocks make sums for other nodes."""
-        if rank in self.two_launches or not self.reducing:
-            return range(self.pushing + self.reducing)
-        return range(self.pushing, self.pushing + self.reducing)
-
-
-class Launch(NamedTuple):
-    kernel: Kernel
-    routing: Routing
-    rank: int
-    number: int
-    block: int
-    pushes: bool
-    reduces: bool
-    pushing: int  # blocks of each kind
-    reducing: int
+        return self.blocks if rank in self.two_launches or not self.reducing else self.blocks[self.pushing :]
 
 
 class Block:
-    """The program of one block: ``Pusher``, ``Reducer`` and ``prepare`` of csrc/cuda."""
+    """The program of one block in a launch: ``Pusher``, ``Reducer`` and ``prepare`` of csrc/cuda."""
 
-    def __init__(self, launch: Launch, events: list[Event]):
-        self.launch, self.kernel, self.windows = launch, launch.kernel, launch.kernel.windows
-        self.progress_flags = self.kernel.progress_flags
-        name = f"rank {launch.rank}, launch {launch.number}, block {launch.block}"
+    def __init__(self, kernel: Kernel, routing: Routing, events: list[Event], rank: int, launch: int, block: int):
+        self.kernel, self.windows, self.progress_flags = kernel, kernel.windows, kernel.progress_flags
+        self.routing, self.rank, self.launch, self.block = routing, rank, launch, block
+        self.pushes, self.reduces = launch == 0, launch == 1 or rank not in kernel.two_launches
+        name = f"rank {rank}, launch {launch}, block {block}"
         self.preparing, self.summing = Agent(events, f"{name} prepares"), Agent(events, f"{name} sums")
         self.works = self.finished = 0  # works queued; progress flags finished
-        first = 0 if launch.pushes else self.progress_flags.num_early_sums
+        first = 0 if self.pushes else self.progress_flags.num_early_sums
         self.sums = [(n, token) for n, token in self.sums_for_others() if n >= first]
-        self.does_push = launch.block < launch.pushing
-        self.does_sum = launch.block in self.kernel.summing_blocks(launch.rank)
-        self.agreed = not launch.pushes
+        self.does_push = self.pushes and block in kernel.pushing_blocks(rank)
+        self.does_sum = block in kernel.summing_blocks(rank)
+        self.agreed = not self.pushes
         self.entered, self.summed = self.progress_flags.window - 1, self.progress_flags.window
 
     # ---- the queue
 
     def queue(self, progress_flag: int, accesses: list[tuple[str, tuple, int]] = ()) -> None:
-        launch = self.launch
-        queued = ("queued", (0, launch.rank), launch.number, launch.block, self.works)
+        queued = ("queued", (0, self.rank), self.launch, self.block, self.works)
         self.works += 1
         self.preparing.raise_flag(queued, 1)
         self.summing.wait(queued, 1)
@@ -213,37 +185,35 @@ class Block:
             (self.summing.read if kind == "read" else self.summing.write)(cell, value)
 
     def finish(self, number: int) -> None:
-        launch, m = self.launch, self.progress_flags
+        m = self.progress_flags
         name, n = in_order(m)[number]
         if name == "pushed":
-            if self.does_push:
-                for owner in range(self.windows.ranks):
-                    self.summing.raise_flag(("pushed", (0, owner), launch.rank, n, launch.block), 1)
-        elif (
-            self.does_sum and (launch.pushes or n >= m.num_early_sums) and (n + 1) % m.others == 0 and self.kernel.frees
-        ):
-            for pusher in range(self.windows.ranks):
-                self.summing.raise_flag(("freed", (0, pusher), launch.rank, n // m.others, launch.block), 1)
+            raises = self.does_push
+        else:  # the last sum of a chunk frees its slots
+            raises = self.does_sum and self.kernel.frees and (self.pushes or n >= m.num_early_sums)
+            name, raises, n = "freed", raises and (n + 1) % m.others == 0, n // m.others
+        for peer in range(self.windows.ranks) if raises else ():
+            self.summing.raise_flag((name, (0, peer), self.rank, n, self.block), 1)
 
     def wait_for_pushed(self, pusher: int, chunk: int) -> None:
-        for block in range(self.kernel.pushing_blocks(pusher)):
-            self.preparing.wait(("pushed", (0, self.launch.rank), pusher, chunk, block), 1)
+        for block in self.kernel.pushing_blocks(pusher):
+            self.preparing.wait(("pushed", (0, self.rank), pusher, chunk, block), 1)
 
     # ---- pushing
 
     def far_items(self) -> Iterator[tuple[int, list]]:
         """Yield chunk and item, in this block's order."""
-        launch, w = self.launch, self.windows
+        w, blocks = self.windows, self.kernel.pushing_blocks(self.rank)
         for chunk in range(self.progress_flags.far):
             items = [
                 (source, token)
                 for node, i in product(range(w.nodes), range(w.ranks))
-                for source in [(node, (launch.rank + i) % w.ranks)]
+                for source in [(node, (self.rank + i) % w.ranks)]
                 for token in range(chunk * w.per_chunk, min(w.tokens, (chunk + 1) * w.per_chunk))
-                if launch.rank in launch.routing[source, token]
+                if self.rank in self.routing[source, token]
             ]
-            share = (launch.block + chunk) % launch.pushing
-            begin, end = (len(items) * n // launch.pushing for n in (share, share + 1))
+            share = (self.block + chunk) % len(blocks)
+            begin, end = (len(items) * n // len(blocks) for n in (share, share + 1))
             for item in items[begin:end]:
                 yield chunk, item
 
@@ -253,7 +223,7 @@ class Block:
 
     def enter(self, chunk: int) -> bool:
         """Prepare to push a chunk; False after a difference."""
-        m, launch = self.progress_flags, self.launch
+        m = self.progress_flags
         if chunk <= self.entered or m.far == m.window:
             return True
         while True:
@@ -279,21 +249,20 @@ class Block:
                 self.queue(number_of(m, "pushed", chunk))
             for owner in range(self.windows.ranks) if self.kernel.frees else ():
                 for block in self.kernel.summing_blocks(owner):
-                    freed = ("freed", (0, launch.rank), owner, chunk - m.window, block)
+                    freed = ("freed", (0, self.rank), owner, chunk - m.window, block)
                     self.preparing.wait(freed, 1)
         return True
 
     def push(self) -> None:
-        launch, m = self.launch, self.progress_flags
-        agrees = True
+        m, agrees = self.progress_flags, True
         for chunk, (source, token) in self.far_items():
             agrees = self.enter(chunk)
             if not agrees:
                 break
-            slot = self.slot(source[1], source, launch.rank, token)
+            slot = self.slot(source[1], source, self.rank, token)
             self.queue(number_of(m, "pushed", chunk), [("write", slot, token + 1)])
-        if agrees and self.enter(m.far) and launch.block == 0:
-            own = [("write", ("own", (0, owner), launch.rank), 1) for owner in range(self.windows.ranks)]
+        if agrees and self.enter(m.far) and self.block == 0:
+            own = [("write", ("own", (0, owner), self.rank), 1) for owner in range(self.windows.ranks)]
             self.queue(number_of(m, "pushed", m.far), own)
         self.queue(number_of(m, "pushed", m.far + m.own))
 
@@ -301,14 +270,13 @@ class Block:
 
     def sums_for_others(self) -> list[tuple[int, int]]:
         """Return this block's tokens: number of the sum progress flag, and token."""
-        launch, w, m = self.launch, self.windows, self.progress_flags
-        blocks = list(self.kernel.summing_blocks(launch.rank))
-        if launch.block not in blocks:
+        w, m, blocks = self.windows, self.progress_flags, self.kernel.summing_blocks(self.rank)
+        if self.block not in blocks:
             return []
         tokens = []
         for n in range(m.far * m.others):
             first = n // m.others * w.per_chunk
-            begin = (blocks.index(launch.block) + n) % len(blocks)
+            begin = (blocks.index(self.block) + n) % len(blocks)
             tokens += [(n, t) for t in range(first + begin, min(w.tokens, first + w.per_chunk), len(blocks))]
         return tokens
 
@@ -319,21 +287,21 @@ class Block:
             self.queue(number_of(self.progress_flags, "summed", n - 1) + 1)
 
     def make_sums(self, until: int) -> None:
-        launch, m = self.launch, self.progress_flags
+        m = self.progress_flags
         self.reach_sums(until)
         while self.sums and self.sums[0][0] < until:
             n, token = self.sums.pop(0)
-            source = (n % m.others, launch.rank)
-            pushers = sorted(launch.routing[source, token])
+            source = (n % m.others, self.rank)
+            pushers = sorted(self.routing[source, token])
             for pusher in pushers:
                 self.wait_for_pushed(pusher, n // m.others)
-            reads = [("read", self.slot(launch.rank, source, pusher, token), token + 1) for pusher in pushers]
+            reads = [("read", self.slot(self.rank, source, pusher, token), token + 1) for pusher in pushers]
             self.queue(number_of(m, "summed", n), reads)
             self.reach_sums(until)
 
     def agree(self, *, drains: bool = False) -> None:
         for rank in range(self.windows.ranks):
-            self.preparing.wait(("called", (0, self.launch.rank), rank), 1)
+            self.preparing.wait(("called", (0, self.rank), rank), 1)
         if drains and self.windows.differs:
             for rank in range(self.windows.ranks):
                 self.wait_for_pushed(rank, self.progress_flags.far)  # the last chunk, which every Call promises
@@ -341,28 +309,28 @@ class Block:
     # ---- both
 
     def run(self) -> None:
-        launch, m = self.launch, self.progress_flags
-        if launch.number:
-            for block in range(self.kernel.pushing + self.kernel.reducing):
-                self.preparing.wait(("ended", (0, launch.rank), block), 1)
-        if launch.pushes and launch.block == 0:
+        m = self.progress_flags
+        if self.launch:
+            for block in self.kernel.blocks:
+                self.preparing.wait(("ended", (0, self.rank), block), 1)
+        if self.pushes and self.block == 0:
             for rank in range(self.windows.ranks):
-                self.preparing.raise_flag(("called", (0, rank), launch.rank), 1)
-        if not launch.pushes:
+                self.preparing.raise_flag(("called", (0, rank), self.rank), 1)
+        if not self.pushes:
             self.agree(drains=True)
         if self.does_push:
             self.push()
-        if launch.pushes and launch.reduces:
+        if self.pushes and self.reduces:
             self.agree(drains=True)
-        if launch.reduces and not self.windows.differs:
+        if self.reduces and not self.windows.differs:
             if self.does_sum:
                 self.make_sums(m.far * m.others)
-            if launch.block == 0:  # own tokens
+            if self.block == 0:  # own tokens
                 for pusher in range(self.windows.ranks):
                     self.wait_for_pushed(pusher, m.far)
-                    self.queue(0, [("read", ("own", (0, launch.rank), pusher), 1)])
+                    self.queue(0, [("read", ("own", (0, self.rank), pusher), 1)])
         self.preparing.end_event()
-        self.summing.raise_flag(("ended", (0, launch.rank), launch.block, *[launch.number] * launch.number), 1)
+        self.summing.raise_flag(("ended", (0, self.rank), self.block, *[self.launch] * self.launch), 1)
         self.summing.end_event()
 
 
