@@ -4,43 +4,32 @@ import json
 import pickle
 import threading
 import time
-from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
 from conftest import on_ranks
-from test_faults import ActsIn
+from round_trip import device, inputs, make_buffer, round_trip
+from test_errors import assert_refused
+from test_faults import ActsIn, tell, wait_for
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks, follow_chain
-from ep_dispatcher.tools.testing import RankPool, device_of, make_routing
+from ep_dispatcher.tools.testing import same_bits
 
 
-class HangingStore:
-    """A store whose host was stopped: what is set gets lost, and no question is ever answered."""
+class Words(dict):
+    """A store in this process, with what other ranks have said."""
 
-    def set(self, key, value):
-        pass
+    set = dict.__setitem__
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+class HangingStore(Words):
+    """Its host was stopped: no question is ever answered."""
 
     def check(self, keys):
         time.sleep(3600)
-
-
-class Words:
-    """A store in this process, with what other ranks have said."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def set(self, key, value):
-        self.words[key] = value
-
-    def check(self, keys):
-        return all(key in self.words for key in keys)
-
-    def get(self, key):
-        return self.words[key]
 
 
 def word(waits, gone=(), operation="", epoch=0) -> str:
@@ -56,16 +45,15 @@ def test_a_store_that_hangs_does_not_hang_the_rank():
 
 def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     words = {"1": word([3]), "2": word([1, 5])}  # 0 waits for 1 and 2; these say for whom they wait themselves
-    assert find_late_ranks(Words(words), 0, [1, 2]) == [3, 5]
-    assert json.loads(words["0"])["waits"] == [1, 2]
+    store = Words(words)
+    assert find_late_ranks(store, 0, [1, 2]) == [3, 5]
+    assert json.loads(store["0"])["waits"] == [1, 2]
 
 
 def test_ranks_of_this_node_name_the_others_of_a_late_one():
     words = {"1": word([3]), "4": word([5])}  # 0 and 1 are a node, 2 and 3 another one
     assert find_late_ranks(Words(words), 0, [2], beside=[0, 1]) == [2, 3]
-    assert find_late_ranks(Words({}), 0, [2], beside=[0, 1]) == [
-        2
-    ]  # a rank beside that has reported nothing is not late
+    assert find_late_ranks(Words({}), 0, [2], beside=[0, 1]) == [2], "a rank beside that has said nothing is not late"
     assert find_late_ranks(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]) == [0]
 
 
@@ -101,16 +89,11 @@ def lack_memory() -> None:
     raise MemoryError("no memory")
 
 
-def tokens(engine: str, rank: int, num_experts: int):
-    device = device_of(engine, rank)
-    idx, _ = make_routing("uniform", 8, num_experts, 1, seed=rank)
-    return torch.zeros(8, 64).bfloat16().to(device), idx.to(device)
-
-
-def dispatch_with_one_rank_out_of_memory(rank: int, engine: str, ranks_per_node: int):
-    given = tokens(engine, rank, 3)
-    options = dict(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
-    with ep.Buffer(**options, engine=engine, timeout_s=100) as buffer:
+@pytest.mark.parametrize("ranks_per_node", [3, 1])
+@on_ranks(3, fresh=True)
+def test_only_the_rank_that_gave_up_is_blamed_and_at_once(rank, engine, ranks_per_node):
+    with make_buffer(ranks_per_node=ranks_per_node, engine=engine, timeout_s=100) as buffer:
+        given = inputs(rank, device=device(buffer))
         buffer.dispatch(*given)
         buffer.check()
         if rank == 1:
@@ -127,54 +110,40 @@ def dispatch_with_one_rank_out_of_memory(rank: int, engine: str, ranks_per_node:
             with pytest.raises((ep.PeerTimeoutError, RuntimeError, MemoryError)) as caught:
                 ask()
             errors.append((type(caught.value).__name__, getattr(caught.value, "late_ranks", None)))
+        assert time.monotonic() - begin < 50
+        if rank == 1:
+            assert errors == [("MemoryError", None), ("RuntimeError", None), ("RuntimeError", None)]
+        else:
+            assert errors == [("PeerTimeoutError", (1,))] * 3
         if engine == "cpu":
             assert buffer._engine._rail._receives == buffer._engine._rail._sends == []
-        return errors, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("ranks_per_node", [3, 1])
-def test_only_the_rank_that_gave_up_is_blamed_and_at_once(engine, ranks_per_node):
-    with RankPool(3) as pool:
-        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory, engine, ranks_per_node)
-    assert waits[0] == [("PeerTimeoutError", (1,))] * 3
-    assert slow[0] == [("PeerTimeoutError", (1,))] * 3
-    assert failed[0] == [("MemoryError", None), ("RuntimeError", None), ("RuntimeError", None)]
-    assert max(seconds for _, seconds in (waits, failed, slow)) < 50  # the limit is 100
-
-
-def use_from_two_threads(rank: int, engine: str) -> str:
-    given = tokens(engine, rank, 2)
-    with ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine=engine) as buffer:
+@on_ranks(1)
+def test_a_second_thread_is_told(rank, engine):
+    with make_buffer(engine=engine) as buffer:
         with buffer._engine._health.operation("combine"):  # as another thread is in
-            with pytest.raises(ValueError) as caught:
-                buffer.dispatch(*given)
-        assert buffer.dispatch(*given).x.shape == (8, 64)
-        return str(caught.value)
-
-
-def test_a_second_thread_is_told(pools, engine):
-    (message,) = pools(1).run(use_from_two_threads, engine)
-    assert message.startswith("buffer: given while another thread")
+            with pytest.raises(ValueError, match="^buffer: given while another thread"):
+                buffer.dispatch(*inputs(rank, device=device(buffer)))
+        round_trip(buffer)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @on_ranks(2)
 def test_other_threads_run_while_a_rank_waits(rank: int, ranks_per_node: int) -> None:
     """Rank 0 waits for rank 1 in a dispatch and in a combine. Rank 1 comes when another thread of rank 0 has run."""
-    options = dict(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
-    store = dist.distributed_c10d._get_default_store()
-    with ep.Buffer(**options, engine="cpu", timeout_s=60) as buffer:
-        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 2, 1, seed=rank)
-        out = buffer.dispatch(x, idx)
+    with make_buffer(ranks_per_node=ranks_per_node, timeout_s=60) as buffer:
+        given = inputs(rank)
+        out = buffer.dispatch(*given)
 
         def run_beside(key: str, epoch: int) -> None:
             turns = 0
             while turns < 20:
                 time.sleep(0.01)
                 turns += buffer._engine._c.epoch > epoch  # the next operation has begun
-            store.set(key, "")
+            tell(key)
 
-        for operation in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.x, out.handle)):
+        for operation in (lambda: buffer.dispatch(*given), lambda: buffer.combine(out.x, out.handle)):
             epoch = buffer._engine._c.epoch
             key = f"ran/{buffer.id}/{epoch}"
             if rank == 0:
@@ -183,7 +152,7 @@ def test_other_threads_run_while_a_rank_waits(rank: int, ranks_per_node: int) ->
                 operation()
                 thread.join()
             else:
-                store.wait([key], timedelta(seconds=30))  # fails where rank 0 lets no thread run while it waits
+                wait_for(key)  # fails where rank 0 lets no thread run while it waits
                 operation()
 
 
@@ -199,30 +168,21 @@ def test_a_plan_is_never_larger_than_what_can_be_received():
 
 
 @on_ranks(1)
-def test_a_limit_beyond_all_clocks_is_refused(rank: int) -> None:
-    """A limit beyond all clocks is refused."""
-    for timeout_s in (1e10, 1e300, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="^timeout_s: given"):
-            ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine="cpu", timeout_s=timeout_s)
+def test_a_limit_beyond_all_clocks_is_refused(rank):
+    for timeout_s in (1e10, 1e300):
+        assert_refused("timeout_s", make_buffer, timeout_s=timeout_s)
 
 
-def disagree_inside_one_node(rank: int):
+@on_ranks(4)
+def test_after_a_disagreement_inside_a_node_all_nodes_go_on(rank):
     """Ranks 0 and 1, a node, disagree about topk_weights; ranks 2 and 3 are right."""
-    options = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=2, timeout_s=100)
-    with ep.Buffer(**options, engine="cpu") as buffer:
-        x, (idx, weights) = torch.ones(8, 64).bfloat16(), make_routing("uniform", 8, 4, 2, seed=rank)
+    with make_buffer(ranks_per_node=2, timeout_s=100) as buffer:
+        x, idx, weights = inputs(rank)
         right = buffer.dispatch(x, idx, weights)
-        begin, errors = time.monotonic(), []
+        begin = time.monotonic()
         for _ in range(2):
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match="^topk_weights: .*rank 1 gave None"):
                 buffer.dispatch(x, None, None if rank == 1 else weights, handle=right.handle)
-            errors.append(str(caught.value))
         again = buffer.dispatch(x, None, weights, handle=right.handle)
-        assert torch.equal(again.x, right.x) and torch.equal(again.topk_weights, right.topk_weights)
-        return errors, buffer._engine._rail._receives, time.monotonic() - begin
-
-
-def test_after_a_disagreement_inside_a_node_all_nodes_go_on(pools):
-    for errors, receives, seconds in pools(4).run(disagree_inside_one_node):
-        assert all(error.startswith("topk_weights: rank") and "rank 1 gave None" in error for error in errors)
-        assert receives == [] and seconds < 50  # the limit is 100
+        assert same_bits(again.x, right.x) and same_bits(again.topk_weights, right.topk_weights)
+        assert buffer._engine._rail._receives == [] and time.monotonic() - begin < 50

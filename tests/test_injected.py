@@ -1,11 +1,11 @@
 """An exception anywhere inside destroy(), or after the last step of making: the peers learn of it at once."""
 
 import sys
-import threading
 import time
 
 import pytest
 import torch.distributed as dist
+from conftest import on_ranks
 from round_trip import inputs, make_buffer
 
 import ep_dispatcher as ep
@@ -31,19 +31,22 @@ class At:
                 raise self.kind("injected")
 
     def __enter__(self):
-        self._thread = threading.get_ident()
         sys.settrace(self._trace)
 
     def __exit__(self, *exc_info):
         sys.settrace(None)
 
 
-def fail_and_learn(rank: int, where: str, ranks_per_node: int, kind: type[BaseException], numbers: list[int]) -> int:
-    """Rank 0 fails at each of the calls in turn; rank 1 is told within seconds. Return the calls that there were."""
-    done = 0
+@pytest.mark.parametrize("kind", [Injected, RuntimeError])
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("where", ["destroy", "last step"])
+@on_ranks(2)
+def test_peers_learn_at_once_of_an_exception(rank, where, ranks_per_node, kind):
+    """Rank 0 fails at each of the calls in turn; rank 1 is told within seconds."""
+    numbers, failed = range(2, 13, 1 if ranks_per_node == 2 else 4), 0  # between nodes each takes 2 s
     for number in numbers:
         dist.barrier()
-        at, failed = At(number, kind), False
+        at = At(number, kind)
         try:
             if where == "destroy":
                 buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LONG_S)
@@ -55,7 +58,7 @@ def fail_and_learn(rank: int, where: str, ranks_per_node: int, kind: type[BaseEx
                 if rank == 0:  # there were fewer calls
                     buffer.destroy()
         except kind:
-            failed = True
+            failed += 1
         if rank == 1:
             begin = time.monotonic()
             with pytest.raises(RuntimeError, match="rank 0|Rank 0") as caught:
@@ -64,8 +67,7 @@ def fail_and_learn(rank: int, where: str, ranks_per_node: int, kind: type[BaseEx
             if isinstance(caught.value, ep.PeerTimeoutError):
                 assert caught.value.late_ranks == (0,)
             buffer.destroy()
-        done += rank == 0 and failed
-    return done
+    assert rank == 1 or failed >= len(numbers) // 2
 
 
 def make_after_the_last_step(rank: int, at: At, ranks_per_node: int) -> ep.Buffer:
@@ -86,12 +88,3 @@ def make_after_the_last_step(rank: int, at: At, ranks_per_node: int) -> ep.Buffe
             return make_buffer(ranks_per_node=ranks_per_node, timeout_s=LONG_S)
         finally:
             at.__exit__()
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("where", ["destroy", "last step"])
-def test_peers_learn_at_once_of_an_exception(pools, where, ranks_per_node):
-    numbers = list(range(2, 13, 1 if ranks_per_node == 2 else 4))  # between nodes each takes 2 s
-    for kind in (Injected, RuntimeError):
-        failed = pools(2).run(fail_and_learn, where, ranks_per_node, kind, numbers)
-        assert failed[0] >= len(numbers) // 2

@@ -4,17 +4,16 @@ import os
 import signal
 import subprocess
 import time
-from datetime import timedelta
+from threading import Timer
 
 import pytest
 import torch
-import torch.distributed as dist
+from conftest import on_ranks
 from round_trip import assert_received, expected, inputs, make_buffer, round_trip
-from test_faults import ActsIn, mappings
+from test_faults import ActsIn, default_store, mappings, tell, wait_for
 
 import ep_dispatcher as ep
 from ep_dispatcher import _C_cpu
-from ep_dispatcher.tools.testing import RankPool
 
 LIMIT_S = 60.0
 SOON_S = 15.0  # on a machine under load; an idle one needs 0.1 s
@@ -26,57 +25,41 @@ def leave(buffer: ep.Buffer, how: str) -> None:
     elif how == "destroyed":
         buffer.destroy()
     else:
-        try:
-            with buffer:
-                raise OSError("no more data")
-        except OSError:
-            pass
+        with pytest.raises(OSError), buffer:
+            raise OSError("no more data")
 
 
-def notice(rank: int, how: str, num_ranks: int) -> float:
-    """Rank 1 leaves while the others wait for it; how long they did."""
+@pytest.mark.parametrize("how", ["destroyed", "by an exception", "killed"])
+@on_ranks(3, fresh=True, allow_dead={1})
+def test_a_rank_that_leaves_is_noticed_at_once(rank, how):
+    """Rank 1 leaves while the others wait for it."""
     buffer = make_buffer(timeout_s=LIMIT_S)
     round_trip(buffer)
     if rank == 1:
         time.sleep(0.3)
-        leave(buffer, how)
-        return 0.0
+        return leave(buffer, how)
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as caught:
         buffer.dispatch(*inputs(rank))
-    seconds = time.monotonic() - begin
+    assert time.monotonic() - begin < SOON_S and caught.value.waited_s < SOON_S
     assert caught.value.late_ranks == (1,) and "Rank 1 has left" in str(caught.value)
-    assert caught.value.waited_s < SOON_S
     buffer.destroy()
-    return seconds
 
 
-@pytest.mark.parametrize("how", ["destroyed", "by an exception"])
-def test_a_rank_that_leaves_is_noticed_at_once(pools, how):
-    assert max(pools(3).run(notice, how, 3)) < SOON_S
-
-
-def test_a_rank_that_is_killed_is_noticed_at_once():
-    with RankPool(3) as pool:
-        seen = pool.run(notice, "killed", 3, allow_dead={1})
-        assert seen.pop(1) is None and max(seen) < SOON_S
-
-
-def complete_after_a_peer_left(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["destroyed", "killed"])
+@on_ranks(2, fresh=True, allow_dead={1})
+def test_what_a_rank_completed_before_it_left_counts(rank, how):
     """Rank 1 leaves when it has its rows; rank 0 has not yet begun to pull those that rank 1 has staged."""
     buffer = make_buffer(timeout_s=LIMIT_S)
     right, _ = expected(buffer)
-    store, key = dist.distributed_c10d._get_default_store(), f"left/{buffer.id}"
     if rank == 1:
-        pid = os.getpid()
         buffer.dispatch(*inputs(rank))
-        store.set(key, str(pid))
-        leave(buffer, how)
-        return
+        tell("left", str(os.getpid()))
+        return leave(buffer, how)
 
     def wait() -> None:
-        store.wait([key], timedelta(seconds=LIMIT_S))
-        process = _C_cpu.Process(int(store.get(key)))
+        wait_for("left")
+        process = _C_cpu.Process(int(default_store().get("left")))
         while how == "killed" and not process.is_gone():
             time.sleep(0.01)
 
@@ -87,23 +70,12 @@ def complete_after_a_peer_left(rank: int, how: str) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("how", ["destroyed", "killed"])
-def test_what_a_rank_completed_before_it_left_counts(how):
-    with RankPool(2) as pool:
-        pool.run(complete_after_a_peer_left, how, allow_dead={1} if how == "killed" else ())
-
-
-def different_operations_between_nodes(rank: int) -> str:
+@on_ranks(2)
+def test_different_operations_between_nodes_are_named(rank):
     with make_buffer(ranks_per_node=1, timeout_s=1.5) as buffer:
         out = buffer.dispatch(*inputs(rank))
-        with pytest.raises(ep.PeerTimeoutError) as caught:
+        with pytest.raises(ep.PeerTimeoutError, match="rank 0 is in a dispatch, rank 1 is in a combine"):
             buffer.combine(out.x, out.handle) if rank else buffer.dispatch(*inputs(rank))
-        return str(caught.value)
-
-
-def test_different_operations_between_nodes_are_named(pools):
-    for message in pools(2).run(different_operations_between_nodes):
-        assert "rank 0 is in a dispatch, rank 1 is in a combine" in message
 
 
 # ---- what ends a process --------------------------------------------------------------------------------------------
@@ -134,8 +106,10 @@ def test_a_process_is_gone_when_it_has_ended_and_not_before(name):
 # ---- forked children ------------------------------------------------------------------------------------------------
 
 
-def fork_a_child(rank: int, ranks_per_node: int) -> list[str]:
-    """What a child gets that uses and destroys its parent's buffer, whose memory it has not. The parent's goes on."""
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_a_forked_child_cannot_use_the_buffer_and_may_destroy_it(rank, ranks_per_node):
+    """It has not the buffer's memory. The parent's buffer goes on."""
     with make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S) as buffer:
         round_trip(buffer)
         out = buffer.dispatch(*inputs(rank))
@@ -155,23 +129,14 @@ def fork_a_child(rank: int, ranks_per_node: int) -> list[str]:
             os.write(writer, "\n".join([*said, "destroyed"]).encode())
             os._exit(0)
         os.close(writer)
-        deadline = time.monotonic() + SOON_S
-        while not os.waitpid(child, os.WNOHANG)[0]:
-            if time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                break
-            time.sleep(0.01)
+        watchdog = Timer(SOON_S, os.kill, (child, signal.SIGKILL))
+        watchdog.start()
+        os.waitpid(child, 0)
+        watchdog.cancel()
         with open(reader) as pipe:
             said = pipe.read().split("\n")
+        assert len(said) == 5 and (said[0], said[-1]) == ("0 mappings", "destroyed")
+        assert all(line.startswith("buffer: given one in a forked child of the process") for line in said[1:4])
         assert mappings()
         round_trip(buffer, seed=1)
         assert torch.equal(buffer.combine(out.x, out.handle).x, buffer.combine(out.x, out.handle).x)
-        return said
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_a_forked_child_cannot_use_the_buffer_and_may_destroy_it(pools, ranks_per_node):
-    for said in pools(2).run(fork_a_child, ranks_per_node):
-        assert len(said) == 5 and (said[0], said[-1]) == ("0 mappings", "destroyed")
-        assert all(line.startswith("buffer: given one in a forked child of the process") for line in said[1:4])

@@ -3,7 +3,7 @@
 import os
 import re
 from contextlib import redirect_stderr
-from io import StringIO
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,71 +19,45 @@ from ep_dispatcher.engines.trace import StreamTrace, Trace
 LINE = re.compile(r"ep_dispatcher trace: rank (\d+), (\w+), epoch (\d+), (\d+\.\d{3}) ms, bytes: (.*)\n")
 
 
-class Written(StringIO):
-    """Keeps what every single call has written."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def write(self, text: str) -> int:
-        self.calls.append(text)
-        return len(text)
-
-
-def traced(rank: int, value: str) -> tuple[list[str], dict[str, int]]:
+@pytest.mark.parametrize("value", ["1", "0"])
+@on_ranks(2)
+def test_the_cpu_engine_writes_a_line_per_operation(rank, value):
+    """If it is asked to."""
     case = Case(2, 1)
     inputs = make_inputs(case)
-    written = Written()
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(written):
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(Mock()) as stderr:
         patch.setitem(os.environ, "EP_DISPATCHER_TRACE", value)
         with make_buffer(case, "cpu", 64) as buffer:
             out = ep.dispatch(buffer, inputs.x[rank].requires_grad_(), inputs.topk_idx[rank])
             first = {name: sum(by_rank) for name, by_rank in buffer.counters().items()}
             ep.combine(buffer, out.x, out.handle).sum().backward()
-    return written.calls, first
-
-
-def test_the_cpu_engine_writes_a_line_per_operation(pools):
-    for rank, (lines, first) in enumerate(pools(2).run(traced, "1")):
-        parts = [LINE.fullmatch(line).groups() for line in lines]
-        assert [(int(r), operation, int(epoch)) for r, operation, epoch, *_ in parts] == [
-            (rank, "dispatch", 1),
-            (rank, "combine", 2),
-            (rank, "dispatch", 3),
-            (rank, "combine", 4),
-        ]
-        moved = [dict(reversed(part.split(" ")) for part in line[4].split(", ")) for line in parts]
-        assert {name: int(number) for name, number in moved[0].items()} == first
-        assert int(moved[0]["inter_node_bytes_sent"]) > 0 and int(moved[1]["inter_node_bytes_sent"]) > 0
-        assert moved[2]["inter_node_bytes_sent"] == moved[0]["inter_node_bytes_sent"], "this operation's, not all"
-
-
-def test_without_the_switch_nothing_is_written(pools):
-    assert [lines for lines, _ in pools(2).run(traced, "0")] == [[], []]
-
-
-class Stream:
-    """A stand-in for a stream: ``done`` events of it are complete."""
-
-    def __init__(self):
-        self.recorded, self.done, self.capturing = 0, 0, False
-
-    def event(self, enable_timing: bool = False) -> "Event":
-        return Event(self)
+    parts = [LINE.fullmatch(write.args[0]).groups() for write in stderr.write.call_args_list]
+    if value == "0":
+        assert not parts
+        return
+    operations = ("dispatch", 1), ("combine", 2), ("dispatch", 3), ("combine", 4)
+    assert [(int(r), operation, int(epoch)) for r, operation, epoch, *_ in parts] == [(rank, *o) for o in operations]
+    moved = [dict(reversed(part.split(" ")) for part in line[4].split(", ")) for line in parts]
+    assert {name: int(number) for name, number in moved[0].items()} == first
+    sent = [int(operation["inter_node_bytes_sent"]) for operation in moved]
+    assert sent[0] > 0 and sent[1] > 0 and sent[2] == sent[0], "this operation's, not all"
 
 
 class Event:
-    def __init__(self, stream: Stream):
-        self.stream, self.number = stream, None
+    """A stand-in for an event. The first ``done`` ones that were recorded are complete."""
+
+    recorded, done, capturing = 0, 0, False
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
 
     def record(self) -> None:
-        self.stream.recorded += 1
-        self.number = self.stream.recorded
+        Event.recorded += 1
+        self.number = Event.recorded
 
     def query(self) -> bool:
-        assert not self.stream.capturing, "events must not be asked during a capture"
-        return self.number <= self.stream.done
+        assert not Event.capturing, "events must not be asked during a capture"
+        return self.number <= Event.done
 
     def elapsed_time(self, end: "Event") -> float:
         assert end.query(), "only of a complete operation"
@@ -91,56 +65,47 @@ class Event:
 
 
 @pytest.fixture
-def stream(monkeypatch) -> Stream:
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", stream.event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capturing)
-    return stream
+def traces(monkeypatch) -> StreamTrace:
+    for name in ("recorded", "done", "capturing"):
+        monkeypatch.setattr(Event, name, 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Event.capturing)
 
-
-@pytest.fixture
-def state() -> torch.Tensor:
-    return torch.zeros(16, dtype=torch.uint8)
-
-
-@pytest.fixture
-def traces(stream, state) -> StreamTrace:
     def read(copy):
         epoch, total = copy.view(torch.int64).tolist()
         return epoch, {"bytes": [total]}
 
-    return StreamTrace(Trace(3), state, read)
+    return StreamTrace(Trace(3), torch.zeros(16, dtype=torch.uint8), read)
 
 
-def run(traces: StreamTrace, state: torch.Tensor, name: str, epoch: int, total: int) -> None:
+def run(traces: StreamTrace, name: str, epoch: int, total: int) -> None:
     with traces.operation(name):
-        state.view(torch.int64)[:] = torch.tensor([epoch, total])
+        traces._state.view(torch.int64)[:] = torch.tensor([epoch, total])
 
 
-def test_lines_of_streams_come_when_operations_are_complete(stream, state, traces, capsys):
-    run(traces, state, "dispatch", 1, 100)
-    run(traces, state, "combine", 2, 150)
+def test_lines_of_streams_come_when_operations_are_complete(traces, capsys):
+    run(traces, "dispatch", 1, 100)
+    run(traces, "combine", 2, 150)
     assert capsys.readouterr().err == "", "nothing is complete, and nobody waits"
-    stream.done = 3  # the three events of the dispatch
+    Event.done = 3  # the three events of the dispatch
     traces.write_complete()
     assert capsys.readouterr().err == "ep_dispatcher trace: rank 3, dispatch, epoch 1, 1.000 ms, bytes: 100 bytes\n"
-    stream.done = 6
-    run(traces, state, "dispatch", 3, 400)
+    Event.done = 6
+    run(traces, "dispatch", 3, 400)
     assert capsys.readouterr().err == "ep_dispatcher trace: rank 3, combine, epoch 2, 1.000 ms, bytes: 50 bytes\n"
 
 
-def test_a_captured_operation_has_no_line_and_asks_nothing(stream, state, traces, capsys):
-    run(traces, state, "dispatch", 1, 100)
-    stream.done, stream.capturing = 3, True
-    run(traces, state, "combine", 2, 150)
-    assert stream.recorded == 3 and capsys.readouterr().err == ""
+def test_a_captured_operation_has_no_line_and_asks_nothing(traces, capsys):
+    run(traces, "dispatch", 1, 100)
+    Event.done, Event.capturing = 3, True
+    run(traces, "combine", 2, 150)
+    assert Event.recorded == 3 and capsys.readouterr().err == ""
 
 
-def test_a_failed_launch_has_no_line(stream, state, traces, capsys):
-    with pytest.raises(ValueError):
-        with traces.operation("dispatch"):
-            raise ValueError("x")
-    stream.done = 10
+def test_a_failed_launch_has_no_line(traces, capsys):
+    with pytest.raises(ValueError), traces.operation("dispatch"):
+        raise ValueError("x")
+    Event.done = 10
     traces.write_complete()
     assert capsys.readouterr().err == ""
 

@@ -23,8 +23,11 @@ def make_waits(buffer: ep.Buffer) -> tuple[Tensor, Tensor]:
     return waits[0], waits[1]
 
 
-def come_late(rank: int, victim: int, operation: str, engine: str, ranks_per_node: int) -> tuple[list, list, int]:
-    """One rank comes late to one operation. Return what both tensors grow by, and the nanoseconds that it took."""
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@pytest.mark.parametrize("operation,victim", [("dispatch", 1), ("combine", 2), ("backward", 3)])
+@on_ranks(NUM_RANKS)
+def test_the_late_rank_is_waited_for(rank, engine, operation, victim, ranks_per_node):
+    """One rank comes late to one operation."""
     with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
         round_trip(buffer)
         waits = make_waits(buffer)
@@ -47,45 +50,38 @@ def come_late(rank: int, victim: int, operation: str, engine: str, ranks_per_nod
         run()
         buffer.check()
         elapsed = time.monotonic_ns() - begin
-        grown = [(now - then).tolist() for now, then in zip(waits, before)]
+        dispatched, combined = ((now - then).tolist() for now, then in zip(waits, before))
         buffer.dispatch_wait_ns = buffer.combine_wait_ns = None
         after = [t.clone() for t in waits]
         if rank == 0:
             time.sleep(0.05)
         round_trip(buffer)
         assert all(torch.equal(now, then) for now, then in zip(waits, after)), "nobody asks, and it measures"
-        return grown[0], grown[1], elapsed
+    grown, other = (combined, dispatched) if operation == "combine" else (dispatched, combined)
+    assert other == [0] * NUM_RANKS, "the other kind of operation was not run"
+    assert grown[rank] == 0 and min(grown) >= 0
+    if rank == victim:
+        assert max(grown) < LATE_NS / 2, "the others were there"
+        return
+    most = max(range(NUM_RANKS), key=lambda r: grown[r])
+    # On the CPU engine sums of another node come from the rail peer there, which waits for the late one.
+    is_near = rank // ranks_per_node == victim // ranks_per_node
+    if engine == "cpu" and operation == "combine" and not is_near:
+        assert most // ranks_per_node == victim // ranks_per_node
+    elif engine == "cuda" and is_near:  # the late one is the relay of its rail peers on other nodes
+        assert most % ranks_per_node == victim % ranks_per_node
+        assert grown[victim] > 0.8 * LATE_NS
+    else:
+        assert most == victim
+    assert 0.8 * LATE_NS < grown[most] <= elapsed
 
 
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-@pytest.mark.parametrize("operation,victim", [("dispatch", 1), ("combine", 2), ("backward", 3)])
-def test_the_late_rank_is_waited_for(pools, engine, operation, victim, ranks_per_node):
-    ranks = pools(NUM_RANKS).run(come_late, victim, operation, engine, ranks_per_node)
-    for rank, (dispatched, combined, elapsed) in enumerate(ranks):
-        grown, other = (combined, dispatched) if operation == "combine" else (dispatched, combined)
-        assert other == [0] * NUM_RANKS, "the other kind of operation was not run"
-        assert grown[rank] == 0 and min(grown) >= 0
-        if rank == victim:
-            assert max(grown) < LATE_NS / 2, "the others were there"
-            continue
-        most = max(range(NUM_RANKS), key=lambda r: grown[r])
-        # On the CPU engine sums of another node come from the rail peer there, which waits for the late one.
-        is_near = rank // ranks_per_node == victim // ranks_per_node
-        if engine == "cpu" and operation == "combine" and not is_near:
-            assert most // ranks_per_node == victim // ranks_per_node
-        elif engine == "cuda" and is_near:  # the late one is the relay of its rail peers on other nodes
-            assert most % ranks_per_node == victim % ranks_per_node
-            assert grown[victim] > 0.8 * LATE_NS
-        else:
-            assert most == victim
-        assert 0.8 * LATE_NS < grown[most] <= elapsed
-
-
-def decode_with_hooks(rank: int, engine: str) -> tuple[list, list, list]:
+@on_ranks(2)
+def test_hooks(rank, engine):
     """Rank 1 comes late to a dispatch in two halves; tokens of each expert are added up beside it."""
     with make_buffer(engine=engine) as buffer:
         x, topk_idx, weights = inputs(rank, device=device(buffer))
-        dispatched, combined = make_waits(buffer)
+        dispatched, _ = make_waits(buffer)
         total = torch.zeros(buffer.num_local_experts, dtype=torch.int32, device=device(buffer))
         for step in range(3):
             buffer.check()
@@ -97,21 +93,15 @@ def decode_with_hooks(rank: int, engine: str) -> tuple[list, list, list]:
             total += out.tokens_per_expert
             buffer.combine(out.x, out.handle, weights=weights, return_hook=True).hook()
         buffer.check()
-        return dispatched.tolist(), combined.tolist(), (total - 3 * out.tokens_per_expert).tolist()
+        assert torch.equal(total, 3 * out.tokens_per_expert)
+        assert dispatched[1] > 0.8 * LATE_NS if rank == 0 else dispatched[0] < LATE_NS / 2
 
 
-def test_hooks(pools, engine):
-    for rank, (dispatched, _, difference) in enumerate(pools(2).run(decode_with_hooks, engine)):
-        assert not any(difference)
-        if rank == 0:
-            assert dispatched[1] > 0.8 * LATE_NS
-        else:
-            assert dispatched[0] < LATE_NS / 2
-
-
-def replay(rank: int) -> list[int]:
+@pytest.mark.parametrize("engine", [on("cuda")])
+@on_ranks(2)
+def test_graphs(rank, engine):
     """The tensor of the capture grows with every replay, whatever is set by then."""
-    with make_buffer(engine="cuda") as buffer:
+    with make_buffer(engine=engine) as buffer:
         given = inputs(rank, device=device(buffer))
         buffer.dispatch(*given, max_recv_rows=200)
         waits, _ = make_waits(buffer)
@@ -120,22 +110,14 @@ def replay(rank: int) -> list[int]:
         with torch.cuda.graph(graph):
             buffer.dispatch(*given, max_recv_rows=200)
         buffer.dispatch_wait_ns = None
-        seen = []
-        for _ in range(2):
+        for replays in range(1, 3):
             torch.cuda.synchronize()
             dist.barrier()
             if rank == 1:
                 time.sleep(LATE_S)
             graph.replay()
             buffer.check()
-            seen.append(int(waits[1 - rank]))
-        return seen
-
-
-@pytest.mark.parametrize("engine", [on("cuda")])
-def test_graphs(pools, engine):
-    first, second = pools(2).run(replay)[0]
-    assert first > 0.8 * LATE_NS and second > first + 0.8 * LATE_NS
+            assert rank == 1 or int(waits[1]) > replays * 0.8 * LATE_NS
 
 
 @on_ranks(2)
