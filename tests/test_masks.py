@@ -3,8 +3,9 @@
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Timer
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from conftest import exhaustive, on, on_ranks
 from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
 from test_errors import assert_refused, error_of
-from test_faults import ActsIn, Death, dies_in, meet
+from test_faults import ActsIn, Death, dies_in, hurry, meet, tell, wait_for
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.tools.testing import RankPool, same_bits
+from ep_dispatcher.tools.testing import same_bits
 
 NUM_RANKS, LIMIT_S, LONG_S = 4, 1.0, 60.0
 CUDA_LIMIT_S = 4.0  # ranks may share a GPU, and take turns
@@ -40,8 +41,7 @@ def mask_of(*ranks: int) -> list[int]:
     return [int(rank in ranks) for rank in range(NUM_RANKS)]
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What a rank gets of one dispatch and combine."""
 
     counts: Tensor
@@ -54,7 +54,7 @@ def results_of_experts(rank: int, seed: int) -> Tensor:
     return torch.randn(LOCAL, ROWS, HIDDEN, generator=generator).bfloat16()
 
 
-def expected(rank: int, seed: int, absent: set[int], sums_without: set[int] | None = None) -> Step:
+def expected(rank: int, seed: int, absent: set[int] = frozenset(), sums_without: set[int] | None = None) -> Step:
     """By the definition: absent ranks bring no tokens, and rows of their experts add nothing to the sums."""
     x, topk_idx, weights = (list(each) for each in zip(*(inputs(r, seed=seed) for r in range(NUM_RANKS))))
     sent = []
@@ -90,13 +90,24 @@ def assert_step(seen: Step, right: Step) -> None:
 
 
 def check_step(buffer: ep.Buffer, seed: int, absent: set[int] = frozenset(), hooked: bool = False) -> None:
-    assert_step(run_step(buffer, seed, hooked), expected(buffer.topology.rank, seed, set(absent)))
+    assert_step(run_step(buffer, seed, hooked), expected(buffer.topology.rank, seed, absent))
 
 
-def hurry(buffer: ep.Buffer, timeout_s: float = LIMIT_S) -> None:
-    if buffer.engine == "cpu":
-        buffer._engine._config = replace(buffer._engine._config, timeout_s=timeout_s)
-    meet(f"hurry/{buffer.id}")
+def let_all_in(buffer: ep.Buffer, *seeds: int) -> None:
+    """From now on the limit is long; every step is right on all ranks."""
+    hurry(buffer, LONG_S)
+    buffer.unmask()
+    assert buffer.mask.tolist() == UNMASKED
+    for seed in seeds:
+        check_step(buffer, seed)
+
+
+def error_of_timeout(buffer: ep.Buffer) -> ep.PeerTimeoutError:
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        for seed in range(2):
+            run_step(buffer, seed)
+            buffer.check()
+    return caught.value
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -127,18 +138,10 @@ def test_ranks_that_are_masked_by_hand(rank, engine, victims, hooked):
             assert str(error_of_timeout(buffer)) == str(error)
         buffer.unmask()
         assert buffer.mask.tolist() == UNMASKED
-        again, right = buffer.dispatch(x, handle=handle), expected(rank, 0, set())
+        again, right = buffer.dispatch(x, handle=handle), expected(rank, 0)
         assert_step(Step(again.tokens_per_expert, again.x, right.sums), right)
         for seed in range(6, 9):
             check_step(buffer, seed)
-
-
-def error_of_timeout(buffer: ep.Buffer) -> ep.PeerTimeoutError:
-    with pytest.raises(ep.PeerTimeoutError) as caught:
-        for seed in range(2):
-            run_step(buffer, seed)
-            buffer.check()
-    return caught.value
 
 
 @pytest.mark.parametrize("victim,operation", [(1, "dispatch"), (0, "combine")])
@@ -149,14 +152,14 @@ def test_a_late_rank_is_masked_and_let_in_again(rank, engine, victim, operation)
     with make_masking_buffer(engine, limit_s if engine == "cuda" else LONG_S) as buffer:
         for turn in range(2):
             check_step(buffer, 0)
-            hurry(buffer)
+            hurry(buffer, LIMIT_S)
             x, topk_idx, weights = inputs(rank, seed=1, device=device(buffer))
             begin = time.monotonic()
             if operation == "combine":
                 out = buffer.dispatch(x, topk_idx, layout="decode")
                 buffer.check()
             if rank == victim:
-                dist.distributed_c10d._get_default_store().wait([f"go on/{buffer.id}/{turn}"])
+                wait_for(f"go on/{buffer.id}/{turn}")
                 error_of_timeout(buffer)
             elif operation == "dispatch":
                 check_step(buffer, 1, {victim})
@@ -165,38 +168,42 @@ def test_a_late_rank_is_masked_and_let_in_again(rank, engine, victim, operation)
             else:
                 y = results_of_experts(rank, 1).to(device(buffer))
                 combined = buffer.combine(y, out.handle, weights=weights)
-                assert same_bits(combined.x.cpu(), expected(rank, 1, set(), {victim}).sums)
+                assert same_bits(combined.x.cpu(), expected(rank, 1, sums_without={victim}).sums)
                 assert buffer.mask.tolist() == mask_of(victim)
             if rank != victim:
                 for seed in range(2, 5):
                     begin = time.monotonic()
                     check_step(buffer, seed, {victim})
                     assert time.monotonic() - begin < limit_s, "it waits for a masked rank"
-                dist.distributed_c10d._get_default_store().set(f"go on/{buffer.id}/{turn}", "")
+                tell(f"go on/{buffer.id}/{turn}")
                 check_step(buffer, 5, {victim})  # while the late one comes
-            hurry(buffer, LONG_S)
-            buffer.unmask()
-        check_step(buffer, 6)
+            let_all_in(buffer, 6)
 
 
 # ---- ranks that die or stop in the middle ---------------------------------------------------------------------------
 
 
-def outlive(rank: int, victim: int, death: Death) -> None:
+DEATHS = [Death("dispatch", step) for step in ("begin", "route", "stage", "count", "finish_plan", "pull", "finish")]
+DEATHS += [*(Death("combine", step) for step in ("reuse", "stage", "push", "sum")), Death("combine", "finish", 2)]
+
+
+@pytest.mark.parametrize("death", [exhaustive(death) if n % 3 else death for n, death in enumerate(DEATHS)], ids=str)
+@on_ranks(NUM_RANKS, fresh=True, allow_dead={2})
+def test_a_rank_that_dies_anywhere_is_masked(rank, death):
     """Steps go on without the dead rank. Only the one in which it died may have some of it."""
-    buffer = make_masking_buffer("cpu")
+    buffer, victim = make_masking_buffer("cpu"), 2
     check_step(buffer, 0)
     hurry(buffer, 5.0)  # a process that is gone is masked at once
     if rank == victim:
         buffer._engine._c = dies_in(buffer._engine._c, death)
     begin = time.monotonic()
-    seen, whole, without = run_step(buffer, 1), expected(rank, 1, set()), expected(rank, 1, {victim})
+    seen, whole, without = run_step(buffer, 1), expected(rank, 1), expected(rank, 1, {victim})
     assert seen.counts.tolist() in (whole.counts.tolist(), without.counts.tolist())
     right = whole if seen.counts.tolist() == whole.counts.tolist() else without
     for e, count in enumerate(seen.counts.tolist()):
         for row, full in zip(seen.rows[e, :count], right.rows[e, :count]):
             assert same_bits(row, full) or (right is whole and not row.any()), "neither the token nor zeros"
-    fewer = expected(rank, 1, set(), {victim}) if right is whole else without
+    fewer = expected(rank, 1, sums_without={victim}) if right is whole else without
     for t, sums in enumerate(seen.sums):
         assert same_bits(sums, right.sums[t]) or same_bits(sums, fewer.sums[t])
     for seed in range(2, 6):
@@ -211,21 +218,10 @@ def outlive(rank: int, victim: int, death: Death) -> None:
     buffer.destroy()
 
 
-DEATHS = [Death("dispatch", step) for step in ("begin", "route", "stage", "count", "finish_plan", "pull", "finish")]
-DEATHS += [*(Death("combine", step) for step in ("reuse", "stage", "push", "sum")), Death("combine", "finish", 2)]
-
-
-@pytest.mark.parametrize("death", [exhaustive(death) if n % 3 else death for n, death in enumerate(DEATHS)], ids=str)
-def test_a_rank_that_dies_anywhere_is_masked(death):
-    with RankPool(NUM_RANKS, timeout_s=LONG_S) as pool:
-        assert pool.run(outlive, 2, death, allow_dead={2}) == [None] * NUM_RANKS
-
-
 @pytest.mark.parametrize("death", [death for death in DEATHS if death.step not in ("begin", "route", "reuse")], ids=str)
 @on_ranks(NUM_RANKS)
 def test_a_rank_that_stops_and_goes_on_harms_nobody(rank, death):
     """Rank 1 stops inside an operation, until the others are many operations ahead, and is told."""
-    store = dist.distributed_c10d._get_default_store()
     with make_masking_buffer("cpu") as buffer:
         check_step(buffer, 0)
         hurry(buffer, LIMIT_S)
@@ -234,7 +230,7 @@ def test_a_rank_that_stops_and_goes_on_harms_nobody(rank, death):
 
             def sleep() -> None:
                 epochs.append(compiled.epoch)
-                store.wait([f"wake/{buffer.id}"])
+                wait_for(f"wake/{buffer.id}")
 
             buffer._engine._c = ActsIn(compiled, death.step, sleep, death.call)
             error = error_of_timeout(buffer)
@@ -245,23 +241,23 @@ def test_a_rank_that_stops_and_goes_on_harms_nobody(rank, death):
             run_step(buffer, 1)
             for seed in range(2, 40):
                 if seed == 6:
-                    store.set(f"wake/{buffer.id}", "")
+                    tell(f"wake/{buffer.id}")
                 check_step(buffer, seed, {1})
-        hurry(buffer, LONG_S)
-        buffer.unmask()
-        for seed in range(40, 43):
-            check_step(buffer, seed)
+        let_all_in(buffer, 40, 41, 42)
 
 
-def put_to_sleep(rank: int, pids: list[int], victim: int, seed: int) -> None:
-    """Stop a process at any moment for longer than the limit, while all are at work."""
+@pytest.mark.parametrize("seed", [0, exhaustive(1), exhaustive(2)])
+@on_ranks(NUM_RANKS)
+def test_a_process_that_is_stopped_at_any_moment(rank, seed):
+    """For longer than the limit, while all are at work."""
+    victim, pids = 3, [None] * NUM_RANKS
+    dist.all_gather_object(pids, os.getpid())
     with make_masking_buffer("cpu") as buffer:
         check_step(buffer, 0)
         hurry(buffer, LIMIT_S)
-        timers = [Timer(0.05 + 0.0007 * seed, os.kill, (pids[victim], signal.SIGSTOP))]
-        timers += [Timer(2.5 * LIMIT_S, os.kill, (pids[victim], signal.SIGCONT))]
-        for timer in timers[: 2 * (rank == 0)]:
-            timer.start()
+        if rank == 0:
+            Timer(0.05 + 0.0007 * seed, os.kill, (pids[victim], signal.SIGSTOP)).start()
+            Timer(2.5 * LIMIT_S, os.kill, (pids[victim], signal.SIGCONT)).start()
         try:
             for step in range(1000):
                 run_step(buffer, step % 3)
@@ -269,16 +265,7 @@ def put_to_sleep(rank: int, pids: list[int], victim: int, seed: int) -> None:
             assert rank == victim and error.late_ranks == (victim,), str(error)
         else:
             assert rank != victim and buffer.mask.tolist() == mask_of(victim), buffer.mask
-        hurry(buffer, LONG_S)
-        buffer.unmask()
-        for again in range(3):
-            check_step(buffer, again)
-
-
-@pytest.mark.parametrize("seed", [0, exhaustive(1), exhaustive(2)])
-def test_a_process_that_is_stopped_at_any_moment(pools, seed):
-    pool = pools(NUM_RANKS)
-    pool.run(put_to_sleep, pool.pids, 3, seed)
+        let_all_in(buffer, 0, 1, 2)
 
 
 @on_ranks(NUM_RANKS)
@@ -329,13 +316,13 @@ def test_what_is_refused(rank, engine):
         assert not any(buffer.mask.tolist())
         out = buffer.dispatch(x, topk_idx, layout="decode")
         buffer.combine(out.x, out.handle, weights=weights)
-    for options in (
+    for wrong in (
         dict(ranks_per_node=1),
         dict(suspendable=True),
         dict(mask_late_ranks=1),
         dict(mask_late_ranks=rank == 0),
     ):
-        text = error_of(make_buffer, **(dict(engine=engine, mask_late_ranks=True) | options))
+        text = error_of(make_buffer, **(dict(engine=engine, mask_late_ranks=True) | wrong))
         assert text.startswith("mask_late_ranks: "), text
 
 

@@ -1,10 +1,8 @@
 """Buffers that give their memory back and take it again: nothing else changes, and every rank says the same."""
 
 import ctypes
-import re
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,13 +10,14 @@ import torch
 import torch.distributed as dist
 from conftest import exhaustive, on_ranks
 from round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
+from test_errors import assert_refused, error_of
+from test_faults import mappings, tell, wait_for
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.optional import suspension
-from ep_dispatcher.tools.testing import RankPool, same_bits
+from ep_dispatcher.tools.testing import same_bits
 
 CYCLES, TOKENS = 100, 2**15  # so many tokens that the memory counts beside pages of 2 MiB: 7 MB a rank and more
-SUSPENDED = re.escape("buffer: given one that is suspended, allowed: a buffer after resume()")
 PAGE = 4096
 
 
@@ -50,12 +49,11 @@ def memory_in_use(buffer: ep.Buffer) -> int:
         free, total = torch.cuda.mem_get_info()
         return total - free
     libc, pages = ctypes.CDLL(None, use_errno=True), 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:ep_dispatcher" in line:
-            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-            present = (ctypes.c_ubyte * ((end - begin) // PAGE))()
-            assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), present) == 0
-            pages += sum(page & 1 for page in present)  # of the file, whoever has touched it
+    for line in mappings():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        present = (ctypes.c_ubyte * ((end - begin) // PAGE))()
+        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), present) == 0
+        pages += sum(page & 1 for page in present)  # of the file, whoever has touched it
     return pages * PAGE
 
 
@@ -75,17 +73,17 @@ def fill_again(buffer: ep.Buffer, x, out, total) -> None:
     assert same_bits(again.x, out.x) and same_bits(buffer.combine(again.x, out.handle).x, total)
 
 
-def cycle(rank: int, engine: str, ranks_per_node: int) -> dict:
+def cycle(rank: int, engine: str, ranks_per_node: int) -> None:
     with make_large(engine, ranks_per_node=ranks_per_node) as buffer:
         filled = fill(buffer)
         fill_again(buffer, *filled)
         round_trip(buffer)
         meet()
-        full, levels = memory_in_use(buffer), {"suspended": [], "resumed": []}
+        full, suspended, resumed = memory_in_use(buffer), [], []
         for turn in range(CYCLES):
             buffer.suspend()
             assert buffer.is_suspended and repr(buffer).endswith(", suspended)")
-            levels["suspended"].append(memory_in_use(buffer))
+            suspended.append(memory_in_use(buffer))
             meet()  # memory is read before anybody takes it again
             buffer.resume()
             assert not buffer.is_suspended and "suspended" not in repr(buffer)
@@ -93,27 +91,24 @@ def cycle(rank: int, engine: str, ranks_per_node: int) -> dict:
                 fill_again(buffer, *filled)
                 round_trip(buffer, seed=turn)
                 meet()
-                levels["resumed"].append(memory_in_use(buffer))
+                resumed.append(memory_in_use(buffer))
                 meet()
         fill_again(buffer, *filled)
         round_trip(buffer)
+    if engine == "cpu":  # what is left are flags: a few pages a rank
+        assert max(suspended) <= ranks_per_node * 16 * PAGE < full / 50
+        assert full * 0.8 < min(resumed) == max(resumed) <= full  # without the lists of a new plan
+    else:  # other ranks and PyTorch use the GPU too: at least the rows of this rank are gone, each time
         placed = dict(num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node, engine=engine)
-        sizes = ep.buffer_bytes(**placed, **CONFIG | dict(max_tokens_per_rank=TOKENS))
-        return dict(full=full, region=sizes.region_bytes, **levels)
+        region = ep.buffer_bytes(**placed, **CONFIG | dict(max_tokens_per_rank=TOKENS)).region_bytes
+        kept, slack = 4 * 2**20, 8 * 2**20
+        assert max(suspended) <= full - (region - kept)
+        assert max(suspended) - min(suspended) <= slack and max(resumed) <= full + slack
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), exhaustive(4, 2)])
 def test_memory_goes_and_comes_a_hundred_times(pools, engine, num_ranks, ranks_per_node):
-    for seen in pools(num_ranks).run(cycle, engine, ranks_per_node):
-        suspended, resumed = seen["suspended"], seen["resumed"]
-        assert len(suspended) == CYCLES
-        if engine == "cpu":  # what is left are flags: a few pages a rank
-            assert max(suspended) <= ranks_per_node * 16 * PAGE < seen["full"] / 50
-            assert seen["full"] * 0.8 < min(resumed) == max(resumed) <= seen["full"]  # without the lists of a new plan
-        else:  # other ranks and PyTorch use the GPU too: at least the rows of this rank are gone, each time
-            kept, slack = 4 * 2**20, 8 * 2**20
-            assert max(suspended) <= seen["full"] - (seen["region"] - kept)
-            assert max(suspended) - min(suspended) <= slack and max(resumed) <= seen["full"] + slack
+    pools(num_ranks).run(cycle, engine, ranks_per_node)
 
 
 @on_ranks(2)
@@ -121,27 +116,22 @@ def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(rank: int, e
     buffer = make_large(engine)
     _, out, _ = fill(buffer)
     x, idx, weights = inputs(rank, device=device(buffer))
-    with pytest.raises(ValueError, match=re.escape("given one that is not suspended, allowed: a buffer after susp")):
-        buffer.resume()
+    assert "given one that is not suspended" in assert_refused("buffer", buffer.resume)
     hooked = buffer.dispatch(x, idx, layout="decode", return_hook=True)
-    with pytest.raises(ValueError, match="hook: given a suspend before the hook of the dispatch"):
-        buffer.suspend()
+    assert_refused("hook", buffer.suspend)
     hooked.hook()
     before = buffer.counters()
     buffer.suspend()
-    operations = {
-        "dispatch": lambda: buffer.dispatch(x, idx, weights),
-        "dispatch with gradients": lambda: ep.dispatch(buffer, x.clone().requires_grad_(), idx, weights),
-        "a handle": lambda: buffer.dispatch(torch.zeros_like(out.x)[:TOKENS], handle=out.handle),
-        "combine": lambda: buffer.combine(out.x, out.handle),
-        "plan": lambda: buffer.plan(idx),
-        "check": buffer.check,
-        "suspend": buffer.suspend,
-    }
-    for name, operation in operations.items():
-        with pytest.raises(ValueError, match=SUSPENDED):
-            operation()
-            raise AssertionError(name)
+    for operation in (
+        lambda: buffer.dispatch(x, idx, weights),
+        lambda: ep.dispatch(buffer, x.clone().requires_grad_(), idx, weights),
+        lambda: buffer.dispatch(torch.zeros_like(out.x)[:TOKENS], handle=out.handle),
+        lambda: buffer.combine(out.x, out.handle),
+        lambda: buffer.plan(idx),
+        buffer.check,
+        buffer.suspend,
+    ):
+        assert "given one that is suspended" in assert_refused("buffer", operation)
     assert buffer.counters() == before
     buffer.resume()  # nothing of this has brought the ranks out of step
     round_trip(buffer)
@@ -149,43 +139,40 @@ def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(rank: int, e
     buffer.destroy()
     assert not buffer.is_suspended and repr(buffer).endswith("destroyed)")
     for change in (buffer.suspend, buffer.resume):
-        with pytest.raises(ValueError, match="given one that was destroyed"):
-            change()
+        assert "given one that was destroyed" in error_of(change)
 
 
 @on_ranks(2)
 def test_all_ranks_say_alike_whether_it_can_be_suspended(rank: int, engine: str) -> None:
     with make_buffer(engine=engine) as buffer:
         for change in (buffer.suspend, buffer.resume):
-            with pytest.raises(ValueError, match="^buffer: given one that cannot be suspended"):
-                change()
+            assert "given one that cannot be suspended" in assert_refused("buffer", change)
         assert not buffer.is_suspended
         round_trip(buffer)
-    with pytest.raises(ValueError, match="^suspendable: rank 0 gave False, rank 1 gave True"):
-        make_buffer(engine=engine, suspendable=rank == 1)
+    text = error_of(make_buffer, engine=engine, suspendable=rank == 1)
+    assert text.startswith("suspendable: rank 0 gave False, rank 1 gave True")
     for given in (1, "yes", None, torch.tensor(True)):
-        with pytest.raises(ValueError, match="^suspendable: given "):
-            make_buffer(engine=engine, suspendable=given)
+        assert_refused("suspendable", make_buffer, engine=engine, suspendable=given)
     with make(engine) as buffer:
         round_trip(buffer)
 
 
-def be_late(rank: int, engine: str, change: str) -> float:
-    limit_s = 3.0
-    buffer = make_large(engine, timeout_s=limit_s)
+@pytest.mark.parametrize("change", ["suspend", "resume"])
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_come(rank, engine, change):
+    buffer = make_large(engine, timeout_s=3.0)
     round_trip(buffer)
     if change == "resume":
         buffer.suspend()
-    store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
+    begin = time.monotonic()
     if rank == 1:
-        store.wait([f"late/{engine}/{change}"])
+        wait_for("given up")
         with pytest.raises((ep.PeerTimeoutError, RuntimeError)):  # too late for the others
             getattr(buffer, change)()
-        buffer.destroy()
-        return 0.0
+        return buffer.destroy()
     with pytest.raises(ep.PeerTimeoutError) as caught:
         getattr(buffer, change)()
-    waited = time.monotonic() - begin
+    assert 2.5 < time.monotonic() - begin < 25
     error = caught.value
     assert (error.operation, error.phase, error.late_ranks, error.epoch) == (change, "call", (1,), 0)
     assert str(error).startswith(f"{change}, phase 'call': rank {rank} waited ")
@@ -193,76 +180,58 @@ def be_late(rank: int, engine: str, change: str) -> float:
         with pytest.raises(ep.PeerTimeoutError) as again:
             operation()
         assert str(again.value) == str(error)
-    store.set(f"late/{engine}/{change}", "")
+    tell("given up")
     buffer.destroy()
-    return waited
 
 
-@pytest.mark.parametrize("change", ["suspend", "resume"])
-def test_a_rank_that_does_not_come(engine, change):
-    with RankPool(2, timeout_s=120) as pool:
-        assert 2.5 < pool.run(be_late, engine, change)[0] < 25
-
-
-def let_fail(change: str, error: BaseException):
-    """Let the first step of suspend() or resume() raise in this process; for ``with``."""
+def let_fail(rank: int, change: str, error: BaseException):
+    """Let the first step of suspend() or resume() raise on rank 1; for ``with``."""
     step, own = {"suspend": "settle", "resume": "take"}[change], getattr(suspension, change)
 
     def fail() -> None:
         raise error
 
+    if rank != 1:
+        return nullcontext()
     return mock.patch.object(suspension, change, lambda *args, **steps: own(*args, **steps | {step: fail}))
 
 
-def fail_alone(rank: int, engine: str) -> list[str]:
+@on_ranks(2)
+def test_what_fails_on_one_rank_fails_alike_on_all(rank, engine):
     """Suspending fails on rank 1 before anything is freed; resuming finds no memory there, and later does."""
-    errors = []
     with make_large(engine) as buffer:
         filled = fill(buffer)
-        late, none_left = ValueError("topk_idx[0, 0]: a late one"), torch.OutOfMemoryError("none left")
-        with pytest.raises(ValueError) as mistake, let_fail("suspend", late) if rank == 1 else nullcontext():
+        with pytest.raises(ValueError) as mistake, let_fail(rank, "suspend", ValueError("topk_idx[0, 0]: a late one")):
             buffer.suspend()
-        errors.append(str(mistake.value))
+        assert str(mistake.value) == "suspend: topk_idx[0, 0]: a late one (on rank 1)"
         fill_again(buffer, *filled)  # nothing was freed
         buffer.suspend()
-        with pytest.raises(RuntimeError) as no_memory, let_fail("resume", none_left) if rank == 1 else nullcontext():
+        with pytest.raises(RuntimeError) as no_memory, let_fail(rank, "resume", torch.OutOfMemoryError("none left")):
             buffer.resume()
-        errors.append(str(no_memory.value))
+        assert str(no_memory.value).startswith("resume: none left (on rank 1); the buffer stays suspended")
         assert buffer.is_suspended
         buffer.resume()
         fill_again(buffer, *filled)
-    return errors
 
 
-def test_what_fails_on_one_rank_fails_alike_on_all(pools, engine):
-    for mistake, no_memory in pools(2).run(fail_alone, engine):
-        assert mistake == "suspend: topk_idx[0, 0]: a late one (on rank 1)"
-        assert no_memory.startswith("resume: none left (on rank 1); the buffer stays suspended")
-
-
-def interrupt(rank: int, engine: str) -> str:
+@on_ranks(2)
+def test_an_interrupt_ends_the_buffer_on_all_ranks(rank, engine):
     buffer = make_large(engine)
     buffer.suspend()
-    stopped = let_fail("resume", KeyboardInterrupt("stop")) if rank == 1 else nullcontext()
-    with pytest.raises(BaseException) as caught, stopped:
+    with pytest.raises(BaseException) as caught, let_fail(rank, "resume", KeyboardInterrupt("stop")):
         buffer.resume()
+    seen = ["RuntimeError: resume, phase 'memory': rank 1 left: KeyboardInterrupt: stop", "KeyboardInterrupt: stop"]
+    assert f"{type(caught.value).__name__}: {caught.value}" == seen[rank]
     with pytest.raises(RuntimeError, match="this buffer gave up in resume"):
         buffer.resume()
     buffer.destroy()
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_interrupt_ends_the_buffer_on_all_ranks(pools, engine):
-    assert pools(2).run(interrupt, engine) == [
-        "RuntimeError: resume, phase 'memory': rank 1 left: KeyboardInterrupt: stop",
-        "KeyboardInterrupt: stop",
-    ]
-
-
-def take_turns(rank: int, engine: str) -> list[int]:
-    """Two buffers of different sizes: one is suspended while the other one works. Return the memory in use."""
-    levels = []
-    with make_large(engine) as large, make(engine, hidden=256, max_tokens_per_rank=TOKENS // 2) as other:
+@on_ranks(2)
+def test_two_buffers_take_turns(rank, engine):
+    """They have different sizes, and one is suspended while the other one works."""
+    levels, of_other = [], dict(hidden=256, max_tokens_per_rank=TOKENS // 2)
+    with make_large(engine) as large, make(engine, **of_other) as other:
         other.suspend()
         filled = fill(large)
         for _ in range(3):
@@ -281,16 +250,11 @@ def take_turns(rank: int, engine: str) -> list[int]:
             other.suspend()
             large.resume()
             fill_again(large, *filled)
-    return levels
-
-
-def test_two_buffers_take_turns(pools, engine):
-    buffers = dict(max_tokens_per_rank=TOKENS), dict(hidden=256, max_tokens_per_rank=TOKENS // 2)
+    buffers = dict(max_tokens_per_rank=TOKENS), of_other
     sizes = [ep.buffer_bytes(num_ranks=2, engine=engine, **CONFIG | changes).region_bytes for changes in buffers]
-    for levels in pools(2).run(take_turns, engine):
-        assert max(levels) - min(levels) < 2 * sum(sizes)
-        if engine == "cpu":  # of both ranks; never both buffers at once
-            assert max(levels) <= 2 * max(sizes) + 64 * PAGE
+    assert max(levels) - min(levels) < 2 * sum(sizes)
+    if engine == "cpu":  # of both ranks; never both buffers at once
+        assert max(levels) <= 2 * max(sizes) + 64 * PAGE
 
 
 @on_ranks(2)
