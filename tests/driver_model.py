@@ -14,6 +14,8 @@ import os
 import sys
 from types import ModuleType, SimpleNamespace
 
+from test_faults import open_files
+
 PAGE = 1 << 16
 FIXED, READ_WRITE, SHARED, PRIVATE = 0x10, 3, 1, 2
 NO_RESERVE, ANONYMOUS = 0x4000, 0x20
@@ -141,13 +143,7 @@ def at(address: int, num_bytes: int) -> memoryview:
 
 def descriptors_of_memory() -> int:
     """Open descriptors of modelled memory in this process."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            pass  # that of the listing itself
-    return sum("driver_model" in link for link in links)
+    return sum("driver_model" in name for name in open_files())
 
 
 assert mmap.PAGESIZE <= PAGE

@@ -1,6 +1,5 @@
 """Regions in NVSHMEM's heap: ranks agree on them, also after one of them has failed. A stand-in plays NVSHMEM."""
 
-import importlib.util
 import itertools
 import logging
 import os
@@ -13,17 +12,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
+from test_cuda_build import needs_module
 
 import ep_dispatcher as ep
 from ep_dispatcher import nvshmem_library
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.nvshmem_library import IBGDA
-from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 4.0
-HAS_CUDA_MODULE = importlib.util.find_spec("ep_dispatcher._C_cuda") is not None
-pytestmark = pytest.mark.skipif(not HAS_CUDA_MODULE, reason="built without the CUDA module")
+pytestmark = needs_module
 
 
 class StandIn(ModuleType):
@@ -94,7 +93,8 @@ def make(num_bytes: int, only_puts: bool = False):
     return regions
 
 
-def memory_is_kept_for_the_next_buffer(rank: int) -> None:
+@on_ranks(2, fresh=True)
+def test_memory_is_kept_for_the_next_buffer(rank):
     module = play(rank)
     first, second = make(64), make(64)
     assert first.rail_pes == [0, 1] and first.addresses == [1000 * (rank == 0), 1000 * (rank == 1)]
@@ -109,7 +109,8 @@ def memory_is_kept_for_the_next_buffer(rank: int) -> None:
     assert make(128).addresses[rank] == 4000, "what an error left behind is not used again"
 
 
-def another_device_is_refused(rank: int) -> None:
+@on_ranks(2, fresh=True)
+def test_another_device_is_refused(rank):
     """NVSHMEM's memory is on the device that it was started on."""
     play(rank)
     make(64)
@@ -118,14 +119,9 @@ def another_device_is_refused(rank: int) -> None:
         make(64)
 
 
-@pytest.mark.parametrize("run", [memory_is_kept_for_the_next_buffer, another_device_is_refused])
-def test_memory(run):
-    with RankPool(2, timeout_s=60) as pool:
-        pool.run(run)
-
-
-def reach(rank: int) -> tuple[list[int], list[int]]:
-    """The rail peers that a rank of 3 reaches, by address; the last rank only puts. Then those where both do."""
+@on_ranks(3, fresh=True)
+def test_rail_peers_are_mapped_where_both_ranks_reach_each_other(rank):
+    """The rail peers that a rank reaches, by address; the last rank only puts. Then those where both do."""
     from ep_dispatcher.engines.cuda.regions import mapped_rail
 
     play(rank)
@@ -133,39 +129,12 @@ def reach(rank: int) -> tuple[list[int], list[int]]:
     assert regions.addresses == [1000 * (r == rank) for r in range(3)], "other nodes are not for signals of the host"
     with Gather(dist.group.WORLD, LIMIT_S) as gather:
         mapped = gather("reach", lambda: [address != 0 for address in regions.rail])
-    return regions.rail, mapped_rail(regions._config.topology, regions.rail, mapped)
-
-
-def test_rail_peers_are_mapped_where_both_ranks_reach_each_other():
-    with RankPool(3, timeout_s=60) as pool:
-        of_ranks = pool.run(reach)
-    assert of_ranks == [
+    right = [
         ([1000, 1001, 1002], [1000, 1001, 0]),  # rank 2 only puts: so does rank 0 to it
         ([1000, 1000, 0], [1000, 1000, 0]),  # NVLink does not join ranks 1 and 2
         ([0, 0, 1000], [0, 0, 1000]),
     ]
-
-
-def fail_alone(rank: int, what: str) -> tuple[str, str]:
-    module = play(rank, pe=0 if what == "world" else None)
-    if what == "module" and rank == 1:
-        sys.modules["ep_dispatcher._C_nvshmem"] = None
-        del ep._C_nvshmem
-    if what == "mixture" and rank == 1:
-        nvshmem_library.loaded_versions = lambda: {"/pytorch/lib/libnvshmem_host.so.3": "3.8.0"}
-    if what == "hosts" and rank == 1:
-        nvshmem_library.one_version = lambda module_file: "3.8.0"
-    if what == "hang" and rank == 1:
-        module.hangs.set()
-    begin = time.monotonic()
-    with pytest.raises(Exception) as first:
-        make(64)
-    assert time.monotonic() - begin < (LIMIT_S + 15 if what == "hang" else LIMIT_S)
-    module.hangs.clear()
-    with pytest.raises(Exception) as again:
-        make(64)
-    assert module.running == (what in ("world", "hang"))
-    return [f"{type(error.value).__name__}: {error.value}" for error in (first, again)]
+    assert (regions.rail, mapped_rail(regions._config.topology, regions.rail, mapped)) == right[rank]
 
 
 @pytest.mark.parametrize(
@@ -178,33 +147,41 @@ def fail_alone(rank: int, what: str) -> tuple[str, str]:
         ("hang", "PeerTimeoutError: making a buffer, phase 'memory'", "RuntimeError: "),
     ],
 )
-def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
-    with RankPool(2, timeout_s=60) as pool:
-        for errors in pool.run(fail_alone, what):
-            assert errors[0].startswith(first) and errors[1].startswith(again), errors
+@on_ranks(2, fresh=True)
+def test_what_fails_on_one_rank_fails_alike_on_all(rank, what, first, again):
+    module = play(rank, pe=0 if what == "world" else None)
+    if what == "module" and rank == 1:
+        sys.modules["ep_dispatcher._C_nvshmem"] = None
+        del ep._C_nvshmem
+    if what == "mixture" and rank == 1:
+        nvshmem_library.loaded_versions = lambda: {"/pytorch/lib/libnvshmem_host.so.3": "3.8.0"}
+    if what == "hosts" and rank == 1:
+        nvshmem_library.one_version = lambda module_file: "3.8.0"
+    if what == "hang" and rank == 1:
+        module.hangs.set()
+    begin = time.monotonic()
+    for text in (first, again):
+        with pytest.raises(Exception) as caught:
+            make(64)
+        assert f"{type(caught.value).__name__}: {caught.value}".startswith(text), caught.value
+        assert time.monotonic() - begin < (LIMIT_S + 15 if what == "hang" else LIMIT_S)
+        module.hangs.clear()
+    assert module.running == (what in ("world", "hang"))
 
 
-def start_with_a_card(rank: int, has_card: list[bool]) -> tuple[list[str | None], list[str]]:
-    """What NVSHMEM finds in the environment when two buffers are made, and what was said."""
+@pytest.mark.parametrize("has_card", [[True, True], [True, False]])
+@on_ranks(2, fresh=True)
+def test_ibgda_is_switched_on_before_the_start_where_all_ranks_have_a_card(rank, has_card):
     module, said = play(rank), []
+    os.environ.pop(IBGDA, None)
     nvshmem_library.ibgda_problem = lambda: "" if has_card[rank] else "no card"
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ep_dispatcher.engines.cuda.regions").addHandler(handler)
     make(64)
-    found = [module.has_ibgda]
     make(64)
-    return [*found, os.environ.get(IBGDA)], said
-
-
-@pytest.mark.parametrize("has_card", [[True, True], [True, False]])
-def test_ibgda_is_switched_on_before_the_start_where_all_ranks_have_a_card(monkeypatch, has_card):
-    monkeypatch.delenv(IBGDA, raising=False)
-    with RankPool(2, timeout_s=60) as pool:
-        of_ranks = pool.run(start_with_a_card, has_card)
-    assert [found for found, _ in of_ranks] == [["1", "1"] if all(has_card) else [None, None]] * 2
-    assert [len(said) for _, said in of_ranks] == [int(all(has_card)), 0]
-    assert all(f"{IBGDA}=1" in text for _, said in of_ranks for text in said)
+    assert module.has_ibgda == os.environ.get(IBGDA) == ("1" if all(has_card) else None)
+    assert len(said) == (all(has_card) and rank == 0) and all(f"{IBGDA}=1" in text for text in said)
 
 
 @pytest.mark.parametrize(

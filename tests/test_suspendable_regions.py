@@ -1,6 +1,5 @@
 """Regions that ranks of one host map: descriptors pass, addresses stay, memory goes and comes. A model plays CUDA."""
 
-import importlib.util
 import os
 import socket
 import sys
@@ -11,24 +10,17 @@ import driver_model
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from driver_model import PAGE, at, descriptors_of_memory
+from test_cuda_build import needs_module
+from test_faults import is_running, settles
 
 from ep_dispatcher.engines.optional import device_memory
 from ep_dispatcher.engines.optional.descriptors import Descriptors
 from ep_dispatcher.gather import Gather, PeersLate
-from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 4.0
-needs_module = pytest.mark.skipif(
-    importlib.util.find_spec("ep_dispatcher._C_cuda") is None, reason="built without the CUDA module"
-)
-
-
-@pytest.fixture
-def ranks():
-    with RankPool(3, timeout_s=60) as pool:  # of its own: the model stays in a process
-        yield pool
 
 
 def config_of_ranks(gather: Gather, buffer_id: int = 7, ranks_per_node: int | None = None) -> SimpleNamespace:
@@ -57,7 +49,8 @@ def text_of(fd: int) -> str:
     return os.pread(fd, 100, 0).decode()
 
 
-def every_rank_gets_the_descriptors_of_all_others(rank: int) -> None:
+@on_ranks(3, fresh=True)  # which open nothing else meanwhile
+def test_every_rank_gets_the_descriptors_of_all_others(rank):
     num_ranks, before = dist.get_world_size(), len(os.listdir("/proc/self/fd"))
     for turn, count in enumerate((1, 2, 0)):
         descriptors = Descriptors(f"secret {turn}", rank, num_ranks)
@@ -75,7 +68,8 @@ def every_rank_gets_the_descriptors_of_all_others(rank: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def strangers_are_not_heard(rank: int) -> None:
+@on_ranks(3)
+def test_strangers_are_not_heard(rank):
     descriptors = Descriptors("secret", rank, 3)
     dist.barrier()
     if rank == 0:  # whoever finds the socket of rank 1 gets nothing, and disturbs nobody
@@ -91,7 +85,8 @@ def strangers_are_not_heard(rank: int) -> None:
     descriptors.close()
 
 
-def a_rank_that_does_not_come_is_named(rank: int) -> None:
+@on_ranks(3, fresh=True)  # which open nothing else meanwhile
+def test_a_rank_that_does_not_come_is_named(rank):
     before = len(os.listdir("/proc/self/fd"))
     descriptors = Descriptors("secret", rank, 3)
     dist.barrier()
@@ -117,7 +112,8 @@ def a_rank_that_does_not_come_is_named(rank: int) -> None:
 # ---- device memory ---------------------------------------------------------------------------------------------------
 
 
-def memory_goes_and_comes_at_its_addresses(rank: int) -> None:
+@on_ranks(1, fresh=True)
+def test_memory_goes_and_comes_at_its_addresses(rank):
     driver = driver_model.install(pages_left=3)
     assert device_memory.page_bytes(0) == PAGE
     memory = device_memory.DeviceMemory(4 * PAGE, 0)
@@ -146,10 +142,12 @@ def memory_goes_and_comes_at_its_addresses(rank: int) -> None:
     os.close(fd)
     assert not driver.handles and len(driver.mapped) == 1
     del memory  # as free() does
-    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+    assert_nothing_left(driver)
 
 
-def where_a_rank_lacks_the_package_all_say_what_to_install(rank: int) -> None:
+@needs_module
+@on_ranks(3, fresh=True)
+def test_where_a_rank_lacks_the_package_all_say_what_to_install(rank):
     """First rank 1 lacks it, then all do. The buffer is not made, and all ranks say the same."""
     from ep_dispatcher.engines.cuda import regions
 
@@ -184,60 +182,66 @@ def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7, wire: str = "peer"
 
 
 def write_and_read(made, offset: int, value: int) -> None:
-    """Every rank writes to every region; all read what was written."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for address in made.addresses:
-        at(address + offset + rank, 1)[0] = value + rank
+    """Every rank writes to every region that it maps; all read what was written."""
+    members = [rank for rank, address in enumerate(made.addresses) if address]
+    for member in members:
+        at(made.addresses[member] + offset + dist.get_rank(), 1)[0] = value + dist.get_rank()
     dist.barrier()
-    for address in made.addresses:
-        assert list(at(address + offset, num_ranks)) == [value + r for r in range(num_ranks)]
+    for member in members:
+        assert [at(made.addresses[member] + offset + r, 1)[0] for r in members] == [value + r for r in members]
     dist.barrier()
 
 
-def suspend_and_resume(rank: int, num_bytes: int, flag_bytes: int, pages: tuple[int, int]) -> None:
+def take_again(made) -> None:
+    dist.barrier()
+    made.take()
+    dist.barrier()
+    made.attach_again()
+    dist.barrier()
+
+
+def assert_nothing_left(driver: driver_model.Driver) -> None:
+    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+
+
+@needs_module
+@pytest.mark.parametrize(
+    "num_bytes,flag_bytes,kept,whole",  # the last two in pages
+    [
+        (5 * PAGE + 64, 100, 1, 6),
+        (5 * PAGE, PAGE + 8, 2, 5),
+        (4000, 64, 1, 1),  # nothing but the page of the flags
+    ],
+)
+@on_ranks(3, fresh=True)
+def test_regions_keep_their_flags_and_addresses(rank, num_bytes, flag_bytes, kept, whole):
     driver = driver_model.install()
     first, made = make(3 * PAGE, 8, buffer_id=6), make(num_bytes, flag_bytes)
-    num_ranks, kept, whole = dist.get_world_size(), *pages
+    num_ranks = dist.get_world_size()
     addresses = list(made.addresses)
     write_and_read(made, 0, 10)
     write_and_read(made, num_bytes - 8, 20)
     mapped_before = sum(driver.mapped.values())
     for turn in range(20):
         made.give_back()
-        given_back = mapped_before - sum(driver.mapped.values())
-        assert given_back == num_ranks * (whole - kept) * PAGE, "of every rank"
+        assert mapped_before - sum(driver.mapped.values()) == num_ranks * (whole - kept) * PAGE, "of every rank"
         assert not descriptors_of_memory() and not driver.handles, "nothing else holds the memory"
         for address in addresses:  # what is kept
             assert list(at(address, num_ranks)) == [10 + r for r in range(num_ranks)]
-        dist.barrier()
-        made.take()
-        dist.barrier()
-        made.attach_again()
+        take_again(made)
         assert made.addresses == addresses and sum(driver.mapped.values()) == mapped_before
-        dist.barrier()
         if turn % 7 == 0:
             write_and_read(made, num_bytes - 8, 30 + turn)
     made.give_back()
     made.free(is_sound=True)  # while it is suspended
     write_and_read(first, PAGE, 99)
     first.free(is_sound=True)
-    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+    assert_nothing_left(driver)
 
 
 @needs_module
-@pytest.mark.parametrize(
-    "num_bytes,flag_bytes,pages",
-    [
-        (5 * PAGE + 64, 100, (1, 6)),
-        (5 * PAGE, PAGE + 8, (2, 5)),
-        (4000, 64, (1, 1)),  # nothing but the page of the flags
-    ],
-)
-def test_regions_keep_their_flags_and_addresses(ranks, num_bytes, flag_bytes, pages):
-    ranks.run(suspend_and_resume, num_bytes, flag_bytes, pages)
-
-
-def nodes_share_nothing(rank: int) -> None:
+@on_ranks(4, fresh=True)
+def test_nodes_share_nothing(rank):
     """With the NCCL wire a rank maps the regions of its node alone, also again after a suspend."""
     driver = driver_model.install()
     made = make(3 * PAGE, 8, wire="nccl", ranks_per_node=2)
@@ -245,28 +249,16 @@ def nodes_share_nothing(rank: int) -> None:
     assert [r for r, address in enumerate(made.addresses) if address] == node
     assert [bool(address) for address in made.rail] == [n == rank // 2 for n in range(2)]
     for turn in range(3):
-        for other in node:
-            at(made.addresses[other] + PAGE + rank, 1)[0] = 10 * turn + rank
-        dist.barrier()
-        for other in node:
-            assert [at(made.addresses[other] + PAGE + r, 1)[0] for r in node] == [10 * turn + r for r in node]
-        dist.barrier()
+        write_and_read(made, PAGE, 10 * turn)
         made.give_back()
-        made.take()
-        dist.barrier()
-        made.attach_again()
-        dist.barrier()
+        take_again(made)
     made.free(is_sound=True)
-    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+    assert_nothing_left(driver)
 
 
 @needs_module
-def test_nodes_share_nothing():
-    with RankPool(4, timeout_s=60) as pool:
-        pool.run(nodes_share_nothing)
-
-
-def where_a_rank_finds_no_memory_all_can_try_again(rank: int) -> None:
+@on_ranks(3, fresh=True)
+def test_where_a_rank_finds_no_memory_all_can_try_again(rank):
     driver = driver_model.install()
     made = make(3 * PAGE, 8)
     made.give_back()
@@ -283,49 +275,22 @@ def where_a_rank_finds_no_memory_all_can_try_again(rank: int) -> None:
         assert driver.mapped == before and not descriptors_of_memory() and not driver.handles
         dist.barrier()
     driver.pages_left = 100
-    made.take()
-    dist.barrier()
-    made.attach_again()
+    take_again(made)
     write_and_read(made, 2 * PAGE, 5)
     made.free(is_sound=True)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        every_rank_gets_the_descriptors_of_all_others,
-        strangers_are_not_heard,
-        a_rank_that_does_not_come_is_named,
-        memory_goes_and_comes_at_its_addresses,
-        pytest.param(where_a_rank_lacks_the_package_all_say_what_to_install, marks=needs_module),
-        pytest.param(where_a_rank_finds_no_memory_all_can_try_again, marks=needs_module),
-    ],
-    ids=lambda run: run.__name__,
-)
-def test_regions(ranks, run):
-    ranks.run(run)
-
-
-def die(rank: int) -> bool:
-    """Memory of a rank that has ended lives while a peer has it mapped, and no longer."""
+@needs_module
+@on_ranks(3, fresh=True, allow_dead={1})
+def test_memory_of_a_rank_that_has_ended_can_still_be_written(rank):
+    """It lives while a peer has it mapped, and no longer."""
     driver_model.install()
+    pids = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
     made = make(3 * PAGE, 8)
     write_and_read(made, PAGE, 1)
-    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         os._exit(1)
-    while os.path.exists(f"/proc/{store.get('pid of 1').decode()}/fd"):
-        time.sleep(0.02)
+    assert settles(lambda: [is_running(pids[1])], [False])
     at(made.addresses[1] + PAGE, 1)[0] = 2  # nobody's data
     made.free(is_sound=False)
-    return True
-
-
-def tell_pid(rank: int) -> None:
-    dist.distributed_c10d._get_default_store().set(f"pid of {rank}", str(os.getpid()))
-
-
-@needs_module
-def test_memory_of_a_rank_that_has_ended_can_still_be_written(ranks):
-    ranks.run(tell_pid)
-    assert ranks.run(die, allow_dead=[1])[::2] == [True, True]
