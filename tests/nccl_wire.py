@@ -19,7 +19,7 @@ import test_nodes
 import torch
 import torch.distributed as dist
 import two_hosts
-from round_trip import inputs, make_buffer, outputs, round_trip
+from round_trip import check_new_buffer, inputs, make_buffer, outputs, round_trip
 from test_dispatch_combine import GRID, Case, check_case, expert_rows, to
 
 import ep_dispatcher as ep
@@ -55,18 +55,6 @@ def start(num_ranks: int, ranks_per_node: int, hosts: two_hosts.Hosts | None = N
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def routing(pool: RankPool, case: Case) -> None:
-    pool.run(test_nodes.change_routing, "cuda", case, 30)
-
-
-def gradients(pool: RankPool, case: Case) -> None:
-    pool.run(test_nodes.train, "cuda", case, 12)
-
-
-def graph(pool: RankPool, case: Case) -> None:
-    pool.run(test_nodes.replay, "cuda", replace(case, layout="rank"))
-
-
 def rows(pool: RankPool, case: Case) -> None:
     """Long rows, float8 rows, with and without counts."""
     for row in test_nodes.LONG_ROWS:
@@ -85,10 +73,6 @@ def many(pool: RankPool, case: Case) -> None:
     shape = dict(tokens="many", num_topk=3, hidden=2880, dtype=torch.bfloat16)
     for layout in ("expert", "rank"):
         check_case(lambda _: pool, "cuda", Case(case.num_ranks, case.ranks_per_node, layout=layout, **shape))
-
-
-def too_few(pool: RankPool, case: Case) -> None:
-    pool.run(test_nodes.too_few_rows, "cuda", case, 6)
 
 
 def check_decode(rank: int, case: Case) -> None:
@@ -111,16 +95,10 @@ def check_decode(rank: int, case: Case) -> None:
             assert torch.allclose(combined.x.float(), right, rtol=3e-2, atol=3e-2), f"seed {seed}"
 
 
-def decode(pool: RankPool, case: Case) -> None:
-    pool.run(check_decode, case)
-
-
 def check_counters(rank: int, case: Case) -> None:
     """A message has rows and metadata of all tokens that the buffer is for."""
-    num_tokens, peers = (
-        test_nodes.NUM_TOKENS,
-        [peer for peer in range(rank % case.ranks_per_node, case.num_ranks, case.ranks_per_node) if peer != rank],
-    )
+    num_tokens = test_nodes.NUM_TOKENS
+    peers = [peer for peer in range(rank % case.ranks_per_node, case.num_ranks, case.ranks_per_node) if peer != rank]
     given = test_nodes.make_inputs(case, [num_tokens] * case.num_ranks, "masked", 3)
     x, idx, weights = (to("cuda", t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
     with grid.make_buffer(case, "cuda", num_tokens) as buffer:
@@ -132,16 +110,10 @@ def check_counters(rank: int, case: Case) -> None:
         assert {sent[peer] for peer in peers} == {num_tokens * (case.hidden * 2 + 4 * case.num_topk)}
 
 
-def counters(pool: RankPool, case: Case) -> None:
-    pool.run(check_counters, case)
-
-
 def check_two_buffers(rank: int, case: Case) -> None:
     """Operations of two buffers in two streams, in the same order on all ranks."""
-    with (
-        make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as one,
-        make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as other,
-    ):
+    options = dict(engine="cuda", ranks_per_node=case.ranks_per_node)
+    with make_buffer(**options) as one, make_buffer(**options) as other:
         side = torch.cuda.Stream()
         for seed in range(6):
             round_trip(one, seed=seed)
@@ -156,10 +128,6 @@ def check_two_buffers(rank: int, case: Case) -> None:
                 other_sums = other.combine(second.x, second.handle).x
             torch.cuda.synchronize()
             assert same_bits(sums, other_sums)
-
-
-def two_buffers(pool: RankPool, case: Case) -> None:
-    pool.run(check_two_buffers, case)
 
 
 def check_late(rank: int, case: Case, operation: str) -> None:
@@ -177,10 +145,8 @@ def check_late(rank: int, case: Case, operation: str) -> None:
         with pytest.raises(ep.PeerTimeoutError) as caught:
             if operation == "combine":
                 buffer.combine(outputs(rank, 200, device="cuda"), out.handle)
-            elif operation == "counted":
-                buffer.dispatch(*given)
             else:
-                buffer.dispatch(*given, max_recv_rows=200)
+                buffer.dispatch(*given, max_recv_rows=None if operation == "counted" else 200)
             buffer.check()
         assert LIMIT_S - 1 < time.monotonic() - begin < LIMIT_S + SLACK_S
         assert caught.value.late_ranks == (last,), caught.value
@@ -190,8 +156,7 @@ def check_late(rank: int, case: Case, operation: str) -> None:
     torch.cuda.synchronize()
     assert time.monotonic() - begin < 8, f"destroy took {time.monotonic() - begin:.1f} s"
     dist.barrier()
-    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as again:
-        round_trip(again)
+    check_new_buffer(engine="cuda", ranks_per_node=case.ranks_per_node)
 
 
 def late(pool: RankPool, case: Case) -> None:
@@ -217,12 +182,7 @@ def check_differ(rank: int, case: Case) -> None:
         buffer.dispatch(*given, max_recv_rows=200)
     buffer.destroy()
     assert time.monotonic() - begin < 9
-    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as again:
-        round_trip(again)
-
-
-def differ(pool: RankPool, case: Case) -> None:
-    pool.run(check_differ, case)
+    check_new_buffer(engine="cuda", ranks_per_node=case.ranks_per_node)
 
 
 def check_broken(rank: int, case: Case) -> None:
@@ -245,12 +205,7 @@ def check_broken(rank: int, case: Case) -> None:
     buffer.live_engine().give_up("was tested", RuntimeError("the abort of rank 0"))
     buffer.destroy()
     dist.barrier()
-    with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as again:
-        round_trip(again)
-
-
-def broken(pool: RankPool, case: Case) -> None:
-    pool.run(check_broken, case)
+    check_new_buffer(engine="cuda", ranks_per_node=case.ranks_per_node)
 
 
 def check_suspend(rank: int, case: Case) -> None:
@@ -300,78 +255,22 @@ def check_line(rank: int, case: Case) -> None:
         round_trip(buffer)
 
 
-def line(pool: RankPool, case: Case) -> None:
-    pool.run(check_line, case)
-
-
-def check_speed(rank: int, case: Case) -> dict[str, float]:
-    """Not a test: times of 4096 tokens, beside NCCL's all-to-all with permutes. The slowest rank's medians in us."""
-    num_experts, num_tokens, topk, hidden = 128 * case.num_ranks, 4096, 8, 7168
-    options = dict(hidden=hidden, num_experts=num_experts, num_topk=topk, max_tokens_per_rank=num_tokens, timeout_s=20)
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(num_tokens, hidden, generator=generator).to("cuda", torch.bfloat16)
-    idx = torch.rand(num_tokens, num_experts, generator=generator).topk(topk).indices.to("cuda")
-    order = idx.flatten().argsort()
-    sent = torch.bincount(idx.flatten() // 128, minlength=case.num_ranks).tolist()
-    counts: list = [None] * case.num_ranks
-    dist.all_gather_object(counts, sent)
-    received = [of_rank[rank] for of_rank in counts]
-    group = dist.new_group(backend="nccl") if case.num_ranks <= torch.cuda.device_count() else None
-    rows = torch.empty(sum(received), hidden, device="cuda", dtype=torch.bfloat16)
-
-    def scatter() -> None:
-        dist.all_to_all_single(rows, x[order // topk], received, sent, group=group)
-
-    def collect() -> None:
-        back = torch.empty_like(x).new_empty(num_tokens * topk, hidden)
-        dist.all_to_all_single(back, rows, sent, received, group=group)
-        torch.zeros_like(x).index_add_(0, order // topk, back)
-
-    with ep.Buffer(engine="cuda", ranks_per_node=case.ranks_per_node, **options) as buffer:
-        out = buffer.dispatch(x, idx)
-        runs = {
-            "dispatch": lambda: buffer.dispatch(x, idx, max_recv_rows=out.x.shape[0]),
-            "cached": lambda: buffer.dispatch(x, handle=out.handle),
-            "combine": lambda: buffer.combine(out.x, out.handle),
-        }
-        if group is not None:
-            runs |= {"all-to-all": scatter, "and back": collect}
-        seen: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(int(os.environ.get("TURNS", 12))):
-            for name, run in runs.items():
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                dist.barrier()
-                begin.record()
-                run()
-                end.record()
-                end.synchronize()
-                seen[name].append(begin.elapsed_time(end) * 1e3)
-        buffer.check()
-    return {name: sorted(times)[len(times) // 2] for name, times in seen.items()}
-
-
-def speed(pool: RankPool, case: Case) -> None:
-    ranks = pool.run(check_speed, case)
-    print(", ".join(f"{name} {max(times[name] for times in ranks):.0f} us" for name in ranks[0]), flush=True)
-
-
 PARTS = dict(
-    line=line,
-    routing=routing,
-    gradients=gradients,
-    graph=graph,
+    line=lambda pool, case: pool.run(check_line, case),
+    routing=lambda pool, case: pool.run(test_nodes.change_routing, "cuda", case, 30),
+    gradients=lambda pool, case: pool.run(test_nodes.train, "cuda", case, 12),
+    graph=lambda pool, case: pool.run(test_nodes.replay, "cuda", replace(case, layout="rank")),
     rows=rows,
     many=many,
     cases=cases,
-    too_few=too_few,
-    decode=decode,
-    counters=counters,
-    two_buffers=two_buffers,
+    too_few=lambda pool, case: pool.run(test_nodes.too_few_rows, "cuda", case, 6),
+    decode=lambda pool, case: pool.run(check_decode, case),
+    counters=lambda pool, case: pool.run(check_counters, case),
+    two_buffers=lambda pool, case: pool.run(check_two_buffers, case),
     late=late,
-    differ=differ,
-    broken=broken,
+    differ=lambda pool, case: pool.run(check_differ, case),
+    broken=lambda pool, case: pool.run(check_broken, case),
     suspend=suspend,
-    speed=speed,
 )
 
 

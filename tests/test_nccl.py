@@ -1,8 +1,6 @@
 """The NCCL wire: every bit is that of the definition, over NVLink and over sockets; who may use it."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -11,16 +9,19 @@ import nccl_wire
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ROOT
+from conftest import on_ranks
+from test_cuda_build import needs_module
+from test_errors import assert_refused
+from test_nvshmem import run_wire
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 3.0
-SOCKETS = dict(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+SETTINGS = dict(EP_DISPATCHER_WIRE="nccl")
+SOCKETS = SETTINGS | dict(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
 on_gpus = [
     pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs: NCCL takes one for each node"),
@@ -29,35 +30,24 @@ on_gpus = [
 SHARES_GPU = pytest.mark.skipif(os.environ.get("EP_TEST_SHARED_GPU") != "1", reason="no EP_TEST_SHARED_GPU=1")
 SPLITS = [pytest.param(2, 1, marks=on_gpus), pytest.param(4, 2, marks=[*on_gpus, SHARES_GPU])]
 QUICK = ("routing", "graph", "rows")
-PARTS = [part for part in nccl_wire.PARTS if part != "speed"]
 
 
-def run_wire(num_ranks: int, ranks_per_node: int, parts, **settings: str) -> None:
-    """In processes of their own: NCCL and CUDA read their settings from the environment."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "EP_DISPATCHER_WIRE": "nccl", **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/nccl_wire.py"), str(num_ranks), str(ranks_per_node), *parts]
-    said = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120 + 60 * len(parts))
-    print(said.stdout)  # pytest -s shows how long each part took
-    assert said.returncode == 0 and said.stdout.endswith("all: right\n"), (said.stdout + said.stderr)[-5000:]
-
-
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", nccl_wire.PARTS)
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
 def test_over_nvlink(num_ranks, ranks_per_node, part):
-    run_wire(num_ranks, ranks_per_node, [part])
+    run_wire("nccl", SETTINGS, num_ranks, ranks_per_node, part)
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
 def test_over_sockets(num_ranks, ranks_per_node):
     """As between hosts without an InfiniBand card."""
-    run_wire(num_ranks, ranks_per_node, QUICK, **SOCKETS)
+    run_wire("nccl", SOCKETS, num_ranks, ranks_per_node, *QUICK)
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS[:1])
 def test_with_one_queue_of_the_gpu(num_ranks, ranks_per_node):
     """Megatron asks for it. The side stream has a queue of its own all the same."""
-    run_wire(num_ranks, ranks_per_node, QUICK, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    run_wire("nccl", SETTINGS | dict(CUDA_DEVICE_MAX_CONNECTIONS="1"), num_ranks, ranks_per_node, *QUICK)
 
 
 @pytest.mark.parametrize("part", QUICK)
@@ -73,7 +63,7 @@ def test_between_two_hosts(make_hosts, monkeypatch, num_ranks, ranks_per_node, p
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS[:1])
 def test_graphs_outlive_a_suspend(num_ranks, ranks_per_node):
-    run_wire(num_ranks, ranks_per_node, ["suspend"], NCCL_GRAPH_REGISTER="0")
+    run_wire("nccl", SETTINGS | dict(NCCL_GRAPH_REGISTER="0"), num_ranks, ranks_per_node, "suspend")
 
 
 # ---- the communicator, with a stand-in for NCCL ---------------------------------------------------------------------
@@ -112,7 +102,10 @@ def make_rail(gpus: str, ranks_per_node: int):
         return nccl.NcclRail(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S, nccl_sms=4))
 
 
-def join(rank: int, ranks_per_node: int) -> None:
+@needs_module
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@on_ranks(4, fresh=True)
+def test_ranks_join_the_communicator_of_their_rail(rank, ranks_per_node):
     rail = make_rail("ABCD", ranks_per_node)
     place = rank % ranks_per_node
     assert rail._comm.made_with == (b"id of %d" % place, rank // ranks_per_node, 4 // ranks_per_node, 4)
@@ -125,28 +118,19 @@ def join(rank: int, ranks_per_node: int) -> None:
         assert order == ["before"] and StandIn.freed == [not sound]
 
 
-def refuse(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"^EP_DISPATCHER_WIRE: given nccl, with a GPU that two of the ranks \[0, 2\]"):
-        make_rail("ABAB", 2)
+@needs_module
+@on_ranks(4, fresh=True)
+def test_a_gpu_of_two_nodes_is_refused(rank):
+    assert "with a GPU that two of the ranks [0, 2]" in assert_refused("EP_DISPATCHER_WIRE", make_rail, "ABAB", 2)
     make_rail("AABB", 2).free()  # ranks of a node may share one
 
 
-def hang(rank: int) -> None:
+@needs_module
+@on_ranks(4, fresh=True)
+def test_a_communicator_that_never_starts(rank):
     """Rank 3 hangs inside NCCL, or all who wait for it do."""
     StandIn.hangs = (1, 3)
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError):
         make_rail("ABCD", 2)
     assert time.monotonic() - begin < LIMIT_S + 8
-
-
-needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA engine")
-
-
-@needs_module
-@pytest.mark.parametrize(
-    "run,given", [(join, (1,)), (join, (2,)), (refuse, ()), (hang, ())], ids=["join", "join nodes", "refuse", "hang"]
-)
-def test_the_communicator(run, given):
-    with RankPool(4, timeout_s=60) as pool:
-        pool.run(run, *given)

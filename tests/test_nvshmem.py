@@ -14,7 +14,7 @@ from test_packaging import find_nvcc
 
 from ep_dispatcher import engines
 
-LIMIT_S = 240
+LIMIT_S = 300
 SETTINGS = dict(
     EP_DISPATCHER_WIRE="nvshmem",
     NVSHMEM_REMOTE_TRANSPORT="none",  # else it looks for a network card, and does not start without one
@@ -70,27 +70,27 @@ def nvshmem_version() -> tuple[int, ...]:
     return tuple(part.value for part in parts)
 
 
-def run_wire(settings: dict[str, str], *args: int | str) -> None:
-    """In processes of their own: NVSHMEM reads its settings from their environment, and runs until they end."""
+def run_wire(name: str, settings: dict[str, str], *args: int | str) -> None:
+    """Run nvshmem_wire.py or nccl_wire.py: these libraries, and CUDA, read their settings once in a process."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/nvshmem_wire.py"), *map(str, args)]
+    command = [sys.executable, str(ROOT / f"tests/{name}_wire.py"), *map(str, args)]
     result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=LIMIT_S)
     print(result.stdout)  # pytest -s shows how long each part took
-    assert result.returncode == 0 and result.stdout.endswith(": right\n"), (result.stdout + result.stderr)[-5000:]
+    assert result.returncode == 0 and result.stdout.endswith("all: right\n"), (result.stdout + result.stderr)[-5000:]
 
 
 @pytest.mark.parametrize("wire", ["nvshmem", "nvshmem-puts"])
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
 def test_every_bit_over_the_nvshmem_wire(num_ranks, ranks_per_node, wire):
     """By stores through NVLink, and by NVSHMEM's puts."""
-    run_wire(SETTINGS | dict(EP_DISPATCHER_WIRE=wire), num_ranks, ranks_per_node)
+    run_wire("nvshmem", SETTINGS | dict(EP_DISPATCHER_WIRE=wire), num_ranks, ranks_per_node)
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", NODES_OF_ONE)
 def test_every_bit_where_only_some_memory_is_mapped(num_ranks, ranks_per_node):
     """Rank 0 and its rail peers put, the others store to each other. NVSHMEM lets ranks share a GPU."""
-    run_wire(SETTINGS, num_ranks, ranks_per_node, MIXED_STEPS, 1)
+    run_wire("nvshmem", SETTINGS, num_ranks, ranks_per_node, MIXED_STEPS, 1)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def remote_settings(remote_wire) -> dict[str, str]:
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
 def test_every_bit_where_no_memory_is_mapped(remote_settings, num_ranks, ranks_per_node):
-    run_wire(remote_settings, num_ranks, ranks_per_node, REMOTE_STEPS)
+    run_wire("nvshmem", remote_settings, num_ranks, ranks_per_node, REMOTE_STEPS)
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
@@ -113,7 +113,7 @@ def test_training_where_no_memory_is_mapped(remote_settings, num_ranks, ranks_pe
 
     docs/tests.md says how to see it fail: in a build that leaves a fence out.
     """
-    run_wire(remote_settings, num_ranks, ranks_per_node, TRAIN_STEPS, 0, "train", "graph")
+    run_wire("nvshmem", remote_settings, num_ranks, ranks_per_node, TRAIN_STEPS, 0, "train", "graph")
 
 
 @pytest.mark.parametrize("interface,served", [(20003, False), (30000, True), (30405, True), (40000, False)])
