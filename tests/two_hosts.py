@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -57,12 +58,6 @@ def problem() -> str | None:
     return f"namespaces are refused: {done.stderr.strip()}" if done.returncode else None
 
 
-def run_as_root(*command: str, text: str = "") -> None:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}\n{text}")
-
-
 class _Place:
     """A set of namespaces. ``pid`` is its first process, which lives as long as this process does not close it."""
 
@@ -75,11 +70,12 @@ class _Place:
             raise RuntimeError(f"{' '.join(command)}: {self._unshare.communicate()[1]}")
         self.pid = child_of(self._unshare.pid)
 
-    def ip(self, *lines: str) -> None:
-        run_as_root("nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-", text="\n".join(lines) + "\n")
-
-    def tc(self, *lines: str) -> None:
-        run_as_root("nsenter", f"--net=/proc/{self.pid}/ns/net", "tc", "-batch", "-", text="\n".join(lines) + "\n")
+    def configure(self, program: str, *lines: str) -> None:
+        """Give lines to ``ip`` or ``tc``."""
+        command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", program, "-batch", "-"]
+        done = subprocess.run(command, input="\n".join([*lines, ""]), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{program}: {done.stderr.strip()}\n{lines}")
 
     def end(self) -> None:
         """Kill every process there."""
@@ -117,7 +113,6 @@ class Hosts:
     """``num`` hosts. Close them, or use ``with``.
 
     rate        of each host's sending, as tc takes it ("10gbit"); ``loss``: percent of packets that it sends
-    delay_ms    of a packet; needs a kernel with netem
     ipv6        IPv6 addresses alone
     interfaces  of each host: eth0, eth1, ..., each in a network of its own. Names lead to the last one
     names       whether the hosts know each other's names, and their own
@@ -129,7 +124,6 @@ class Hosts:
         *,
         rate: str | None = None,
         loss: float = 0,
-        delay_ms: float = 0,
         mtu: int = 1500,
         ipv6: bool = False,
         interfaces: int = 1,
@@ -151,7 +145,8 @@ class Hosts:
                 own = f"mount --bind {self._file.name} /etc/hosts && hostname host{host} && ip link set lo up"
                 self._places.append(_Place(OWN, f"{MOUNTS} && {own}"))
             self._connect(mtu)
-            self.limit(rate=rate, loss=loss, delay_ms=delay_ms)
+            if rate is not None or loss:
+                self._limit(rate or "100gbit", loss)
         except BaseException:  # it is raised again
             self.close()
             raise
@@ -166,53 +161,44 @@ class Hosts:
         return f"addr add {address}/64 dev {name} nodad" if self.ipv6 else f"addr add {address}/24 dev {name}"
 
     def _connect(self, mtu: int) -> None:
-        self.switch.ip("link set lo up")
+        self.switch.configure("ip", "link set lo up")
         for i in range(self.interfaces):
-            self.switch.ip(
+            self.switch.configure(
+                "ip",
                 f"link add net{i} mtu {mtu} type bridge forward_delay 0 mcast_snooping 0",
                 self._add(SWITCH, i, f"net{i}"),
                 f"link set net{i} up",
             )
             for host, place in enumerate(self._places):
                 port = f"port{host}.{i}"
-                self.switch.ip(
+                self.switch.configure(
+                    "ip",
                     f"link add {port} mtu {mtu} type veth peer name eth{i} mtu {mtu} netns {place.pid}",
                     f"link set {port} master net{i} up",
                 )
-                place.ip(self._add(host, i, f"eth{i}"), f"link set eth{i} up")
+                place.configure("ip", self._add(host, i, f"eth{i}"), f"link set eth{i} up")
 
-    def limit(self, *, rate: str | None = None, loss: float = 0, delay_ms: float = 0) -> None:
-        """Set rate, loss (percent) and delay of what every host sends through eth0, in place of earlier limits.
+    def _limit(self, rate: str, loss: float) -> None:
+        """Set rate and loss (percent) of what every host sends through eth0.
 
         A classic BPF filter gives lost packets to a class that drops them: unlike netem most kernels have that.
         """
-        for place in self._places:
-            try:
-                place.tc("qdisc del dev eth0 root")
-            except RuntimeError:
-                pass  # there was none
-            if rate is None and not loss and not delay_ms:
-                continue
-            htb = f"htb rate {rate or '100gbit'} burst 256k cburst 256k"
-            lines = [
-                "qdisc add dev eth0 root handle 1: htb default 1",
-                f"class add dev eth0 classid 1:1 parent 1: {htb}",
+        htb = f"htb rate {rate} burst 256k cburst 256k"
+        lines = ["qdisc add dev eth0 root handle 1: htb default 1", f"class add dev eth0 classid 1:1 parent 1: {htb}"]
+        if loss:
+            # Load a random word; below this limit the default class takes the packet.
+            code = f"4,32 0 0 {0xFFFFF038},53 1 0 {int(2**32 * (1 - loss / 100))},6 0 0 0,6 0 0 {2**32 - 1}"
+            lines += [
+                f"class add dev eth0 classid 1:2 parent 1: {htb}",
+                "qdisc add dev eth0 parent 1:2 blackhole",
+                f"filter add dev eth0 parent 1: protocol all bpf bytecode '{code}' classid 1:2",
             ]
-            if delay_ms:
-                lines.append(f"qdisc add dev eth0 parent 1:1 netem delay {delay_ms}ms limit 100000")
-            if loss:
-                # Load a random word; below this limit the default class takes the packet.
-                code = f"4,32 0 0 {0xFFFFF038},53 1 0 {int(2**32 * (1 - loss / 100))},6 0 0 0,6 0 0 {2**32 - 1}"
-                lines += [
-                    f"class add dev eth0 classid 1:2 parent 1: {htb}",
-                    "qdisc add dev eth0 parent 1:2 blackhole",
-                    f"filter add dev eth0 parent 1: protocol all bpf bytecode '{code}' classid 1:2",
-                ]
-            place.tc(*lines)
+        for place in self._places:
+            place.configure("tc", *lines)
 
-    def plug(self, host: int, is_in: bool, interface: int = 0) -> None:
-        """Pull a cable, or plug it in again."""
-        self.switch.ip(f"link set port{host}.{interface} {'up' if is_in else 'down'}")
+    def plug(self, host: int, is_in: bool) -> None:
+        """Pull the cable of eth0, or plug it in again."""
+        self.switch.configure("ip", f"link set port{host}.0 {'up' if is_in else 'down'}")
 
     def run(self, host: int, command: str, env: dict[str, str] | None = None) -> subprocess.Popen:
         """Start a command of bash on a host, in the project's folder. Its output and errors come out of ``stdout``.
@@ -226,9 +212,8 @@ class Hosts:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",
         }
-        kinds = [
-            f"--{'mount' if kind == 'mnt' else kind}=/proc/{self._places[host].pid}/ns/{kind}" for kind in NAMESPACES
-        ]
+        names = {kind: "mount" if kind == "mnt" else kind for kind in NAMESPACES}
+        kinds = [f"--{name}=/proc/{self.first_pid(host)}/ns/{kind}" for kind, name in names.items()]
         return subprocess.Popen(
             ["nsenter", *kinds, f"--wd={ROOT}", "bash", "-c", command],
             env={**os.environ, **own, **(env or {})},
@@ -241,7 +226,7 @@ class Hosts:
     def run_all(self, command: str, env: dict[str, str] | None = None, timeout_s: float = 300) -> list[tuple[int, str]]:
         """Run a command on every host at once. Return exit code and output of each; kill what runs at the limit."""
         started = [self.run(host, command, env) for host in range(self.num)]
-        watchdog = threading.Timer(timeout_s, self.kill_processes)
+        watchdog = threading.Timer(timeout_s, lambda: [self.signal(host, signal.SIGKILL) for host in range(self.num)])
         watchdog.start()
         try:
             outputs = [process.communicate()[0] for process in started]
@@ -255,7 +240,7 @@ class Hosts:
 
     def pids(self, host: int) -> list[int]:
         """Return the processes of a host but its first one, as this process knows them; without zombies."""
-        first, found = self._places[host].pid, []
+        first, found = self.first_pid(host), []
         try:
             own = os.readlink(f"/proc/{first}/ns/pid")
         except OSError:
@@ -275,10 +260,6 @@ class Hosts:
                 os.kill(pid, number)
             except ProcessLookupError:
                 pass
-
-    def kill_processes(self) -> None:
-        for host in range(self.num):
-            self.signal(host, signal.SIGKILL)
 
     def kill(self, host: int) -> None:
         """End a host. Pull its cable first, or its system still closes its connections."""
@@ -355,18 +336,16 @@ def main() -> int:
         parser.error(why_not)
     with Hosts(args.hosts, rate=args.rate, loss=args.loss, mtu=args.mtu, ipv6=args.ipv6) as hosts:
         started = [hosts.run(host, args.command) for host in range(hosts.num)]
-        readers = [threading.Thread(target=_show, args=(host, process)) for host, process in enumerate(started)]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-        return max(process.wait() for process in started)
+        with ThreadPoolExecutor(hosts.num) as threads:
+            return max(threads.map(_show, range(hosts.num), started))
 
 
-def _show(host: int, process: subprocess.Popen) -> None:
+def _show(host: int, process: subprocess.Popen) -> int:
+    """Print what the process says, and return its exit code."""
     assert process.stdout is not None
     for line in process.stdout:
         print(f"host{host}: {line}", end="", flush=True)
+    return process.wait()
 
 
 if __name__ == "__main__":
