@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -10,21 +12,9 @@ from ep_dispatcher.engines.health import Health
 LONG_S = 30.0  # nothing here waits so long, unless it fails
 
 
-class Aborts:
-    """Counts how often this rank aborted."""
-
-    def __init__(self, error: Exception | None = None):
-        self.count, self.error = 0, error
-
-    def run(self) -> None:
-        self.count += 1
-        if self.error is not None:
-            raise self.error
-
-
-def error_of(call) -> BaseException:
+def error_of(ask) -> BaseException:
     with pytest.raises(BaseException) as caught:  # callers look at it
-        call()
+        ask()
     return caught.value
 
 
@@ -34,31 +24,13 @@ def fail_inside(health: Health, error: BaseException) -> None:
         raise error
 
 
-def nothing() -> None:
-    pass
-
-
-def refused(health: Health) -> str:
-    """What a thread is told that begins an operation."""
-    error = error_of(lambda: fail_inside(health, OSError()))
-    assert type(error) is ValueError
-    return str(error)
-
-
-def test_a_healthy_buffer_goes_on():
-    aborts = Aborts()
-    health = Health(aborts.run)
-    for _ in range(3):
-        health.raise_if_ended()
-        with health.operation("dispatch"):
-            assert not health.ended
-    assert not health.ended and aborts.count == 0
-
-
 def test_the_first_failure_stays_unless_it_is_replaced():
     """It is a new exception each time."""
-    aborts = Aborts()
-    health = Health(aborts.run)
+    health = Health(abort := Mock())
+    for _ in range(3):
+        with health.operation("dispatch"):
+            assert not health.ended
+    assert not abort.called
     health.end(lambda: RuntimeError("first"))
     health.end(lambda: RuntimeError("second"))
     errors = [error_of(health.raise_if_ended) for _ in range(2)]
@@ -66,100 +38,85 @@ def test_the_first_failure_stays_unless_it_is_replaced():
     assert [str(error) for error in errors] == ["first"] * 3 and len(set(map(id, errors))) == 3
     health.end(lambda: RuntimeError("with the names"), replace=True)
     assert str(error_of(health.raise_if_ended)) == "with the names"
-    assert health.ended and aborts.count == 1
+    assert health.ended and abort.call_count == 1
 
 
-@pytest.mark.parametrize("abort", [None, RuntimeError("CUDA error"), OSError("gone")])
+@pytest.mark.parametrize("abort_fails", [None, RuntimeError("CUDA error"), OSError("gone")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no memory"), SystemExit(3)])
-def test_an_exception_inside_ends_the_use(error, abort):
+def test_an_exception_inside_ends_the_use(error, abort_fails):
     """An abort that fails hides nothing."""
-    aborts = Aborts(abort)
-    health = Health(aborts.run)
+    health = Health(abort := Mock(side_effect=abort_fails))
     assert error_of(lambda: fail_inside(health, error)) is error
     for ask in (health.raise_if_ended, lambda: fail_inside(health, error)):
         later = error_of(ask)
         assert type(later) is RuntimeError
         assert f"in dispatch, epoch 3, by {type(error).__name__}: {error}" in str(later)
-    assert aborts.count == 1
+    assert abort.call_count == 1
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_stop_frees_once_and_refuses_all(failed):
-    aborts, freed = Aborts(), []
-    health = Health(aborts.run)
+    calls = Mock()
+    health = Health(calls.abort)
     if failed:
         health.end(lambda: RuntimeError("late"))
     for _ in range(2):
-        assert health.stop(nothing, lambda: freed.append(aborts.count))
-    assert freed == [1] and aborts.count == 1 and health.ended  # the abort first
-    assert "one that was destroyed" in refused(health) and type(error_of(health.raise_if_ended)) is ValueError
+        assert health.stop(calls.interrupt, calls.free)
+    assert calls.mock_calls == [call.abort(), call.free()] and health.ended
+    for ask in (health.raise_if_ended, lambda: fail_inside(health, OSError())):
+        later = error_of(ask)
+        assert type(later) is ValueError and "one that was destroyed" in str(later)
 
 
 class Waiter:
-    """A thread inside an operation, which raises ``error`` (or returns) once it is let go."""
+    """A thread inside an operation, which raises ``error`` (or returns) once it is let go; its outcome is ``left``."""
 
-    def __init__(self, health: Health, error: Exception | None):
-        self.health, self.error, self.seen, self.freed_inside = health, error, None, None
-        self.inside, self.go = threading.Event(), threading.Event()
-        self.freed: list[float] = []
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
+    def __init__(self, health: Health, error: Exception | None = None):
+        self.inside, self.go, self.free, threads = threading.Event(), threading.Event(), Mock(), ThreadPoolExecutor(1)
+        self.left = threads.submit(self.run, health, error)
         assert self.inside.wait(LONG_S)
 
-    def run(self) -> None:
-        try:
-            with self.health.operation("combine") as operation:
-                operation.name += ", epoch 8"
-                self.inside.set()
-                assert self.go.wait(LONG_S)
-                time.sleep(0.1)  # what is freed too early is freed now
-                self.freed_inside = list(self.freed)
-                if self.error is not None:
-                    raise self.error
-        except Exception as error:
-            self.seen = error
-
-    def free(self) -> None:
-        self.freed.append(time.monotonic())
+    def run(self, health: Health, error: Exception | None) -> None:
+        with health.operation("combine") as operation:
+            operation.name += ", epoch 8"
+            self.inside.set()
+            assert self.go.wait(LONG_S)
+            time.sleep(0.1)  # what is freed too early is freed now
+            assert not self.free.called
+            if error is not None:
+                raise error
 
 
 @pytest.mark.parametrize("error", [OSError("interrupted"), None])
 def test_stop_interrupts_the_thread_inside_and_waits_for_it(error):
     """It may complete its operation all the same."""
-    aborts = Aborts()
-    health = Health(aborts.run)
+    health = Health(abort := Mock())
     waiter = Waiter(health, error)
     assert health.stop(waiter.go.set, waiter.free)
-    waiter.thread.join()
-    assert len(waiter.freed) == 1 and waiter.freed_inside == [] and aborts.count == 1
+    seen = waiter.left.exception(LONG_S)
+    assert waiter.free.call_count == abort.call_count == 1
     if error is None:
-        assert waiter.seen is None
-        return
-    assert type(waiter.seen) is RuntimeError and waiter.seen.__cause__ is error
-    assert all(words in str(waiter.seen) for words in ("in combine, epoch 8", "destroyed, by another thread"))
+        assert seen is None
+    else:
+        assert type(seen) is RuntimeError and seen.__cause__ is error
+        assert all(words in str(seen) for words in ("in combine, epoch 8", "destroyed, by another thread"))
 
 
 def test_two_threads_that_stop_both_return_when_all_is_free():
-    health = Health(nothing)
-    waiter = Waiter(health, None)
-    seen = []
-    stops = [
-        threading.Thread(target=lambda: seen.append((health.stop(nothing, waiter.free), len(waiter.freed))))
-        for _ in range(2)
-    ]
-    for thread in stops:
-        thread.start()
-    waiter.go.set()
-    for thread in (*stops, waiter.thread):
-        thread.join()
-    assert seen == [(True, 1)] * 2
+    health = Health(Mock())
+    waiter = Waiter(health)
+    with ThreadPoolExecutor() as threads:
+        stop = lambda: (health.stop(Mock(), waiter.free), waiter.free.call_count)  # noqa: E731
+        stops = [threads.submit(stop) for _ in range(2)]
+        waiter.go.set()
+        assert [each.result(LONG_S) for each in stops] == [(True, 1)] * 2
+    waiter.left.result(LONG_S)
 
 
 def test_a_thread_that_never_leaves_frees_when_it_does():
-    health = Health(nothing)
-    waiter = Waiter(health, None)
-    assert not health.stop(nothing, waiter.free, timeout_s=0.05)
-    assert waiter.freed == []
+    health = Health(Mock())
+    waiter = Waiter(health)
+    assert not health.stop(Mock(), waiter.free, timeout_s=0.05)
     waiter.go.set()
-    waiter.thread.join()
-    assert len(waiter.freed) == 1
+    waiter.left.result(LONG_S)
+    assert waiter.free.call_count == 1

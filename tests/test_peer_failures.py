@@ -22,22 +22,21 @@ def error_of(call) -> BaseException:
     return caught.value
 
 
-def stores(folder) -> list[dist.Store]:
-    made = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), FileStore(f"{folder}/store", 2), HashStore()]
-    for store in made:
-        store.set_timeout(SHORT)
-    return [*made, PrefixStore("prefix", made[0])]
+def serve() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
 def test_a_wait_or_a_get_that_times_out(tmp_path):
-    for store in stores(tmp_path):
+    stores = [serve(), FileStore(f"{tmp_path}/store", 2), HashStore()]
+    for store in (*stores, PrefixStore("prefix", stores[0])):
+        store.set_timeout(SHORT)
         for call in (partial(store.wait, ["no"], SHORT), partial(store.get, "no"), partial(store.multi_get, ["no"])):
             error = error_of(call)
             assert is_peer_failure(error), (store, error)
 
 
 def test_the_server_is_gone():
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = serve()
     port = server.port
     client = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False, timeout=timedelta(seconds=1))
     client.set("key", "value")
@@ -48,11 +47,9 @@ def test_the_server_is_gone():
         assert is_peer_failure(waits.exception())
     time.sleep(0.2)
     operations = [lambda: client.get("key"), lambda: client.add("n", 1), lambda: client.check(["key"]), client.clone]
-    for call in operations:
+    for call in (*operations, lambda: TCPStore("127.0.0.1", port, None, False, timeout=SHORT)):
         error = error_of(call)
         assert is_peer_failure(error), error
-    connect = error_of(lambda: TCPStore("127.0.0.1", port, None, False, timeout=SHORT))
-    assert is_peer_failure(connect), connect
 
 
 def gloo_pair() -> list[ProcessGroupGloo]:
@@ -62,11 +59,11 @@ def gloo_pair() -> list[ProcessGroupGloo]:
 
 
 def test_gloo_times_out_and_then_its_connections_are_closed():
-    one, _ = groups = gloo_pair()
+    one, two = gloo_pair()
     data = torch.zeros(4, dtype=torch.float32, device="cpu")
     for call in (lambda: one.recv([data], 1, 0).wait(SHORT), lambda: one.send([data], 1, 0).wait(SHORT)):
         assert is_peer_failure(error_of(call))
-    assert is_peer_failure(error_of(lambda: groups[1].recv([data], 0, 0).wait(LONG)))  # the peer's end is closed
+    assert is_peer_failure(error_of(lambda: two.recv([data], 0, 0).wait(LONG)))  # the peer's end is closed
 
 
 def test_gloo_in_a_collective_and_while_it_connects():
@@ -88,9 +85,8 @@ class Unfinished(dist.Store):
         pass
 
 
-def test_every_other_error_is_none(tmp_path):
-    one, _ = gloo_pair()
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+def test_every_other_error_is_none():
+    (one, _), server = gloo_pair(), serve()
     sparse = torch.zeros(4, dtype=torch.float32, device="cpu").to_sparse()
     for call in (
         Unfinished().clone,

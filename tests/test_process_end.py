@@ -34,17 +34,14 @@ SLOW_STORE = """
     class Slow(dist.Store):
         def clone(self):
             return self
-        def set(self, key, value): client.set(key, value)
-        def get(self, key): return client.get(key)
         def add(self, key, number):
             if key.endswith("/left"):
                 with contextlib.suppress(RuntimeError):
                     other_client.wait(["nothing"], timedelta(seconds=4))
             return client.add(key, number)
-        def check(self, keys): return client.check(keys)
-        def wait(self, keys, timeout=timedelta(seconds=60)): client.wait(keys, timeout)
-        def compare_set(self, *args): return client.compare_set(*args)
-        def multi_get(self, keys): return client.multi_get(keys)
+
+    for name in ("set", "get", "check", "wait", "compare_set", "multi_get"):
+        setattr(Slow, name, lambda self, *args, name=name: getattr(client, name)(*args))
 
     other_client = dist.TCPStore("127.0.0.1", port, is_master=False)
     slow = Slow()
@@ -81,15 +78,8 @@ INSIDE = """
 def test_the_exit_code_is_0(script):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = textwrap.dedent(COMMON) + textwrap.dedent(script)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(store.port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    command, pipes = [sys.executable, "-c", code], dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen([*command, str(rank), str(store.port)], **pipes) for rank in range(2)]
     try:
         for process in ranks:
             out, errors = process.communicate(timeout=120)

@@ -3,6 +3,7 @@
 import logging
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from test_cuda_build import needs_module, reports_of
@@ -33,47 +34,45 @@ def test_it_is_stuck_some_time_after_the_report():
     assert time.monotonic() - begin >= GRACE_S
 
 
-class Watched:
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def has_stuck_kernel(self):
-        return self.answers.pop(0)
-
-
 @pytest.mark.parametrize("answers,said", [([False, False, True], True), ([False, None], False)])
 def test_a_thread_says_it_while_the_program_waits(answers, said, caplog):
-    engine = Watched(*answers)
+    engine = Mock(has_stuck_kernel=Mock(side_effect=answers))
     with caplog.at_level(logging.ERROR):
         thread = stuck_kernels.watch(engine)
         thread.join(5)
-    assert not thread.is_alive() and not engine.answers
+    assert not thread.is_alive() and engine.has_stuck_kernel.call_count == len(answers)
     assert (REASON in caplog.text) == said
 
 
 def test_the_thread_ends_with_the_engine():
-    thread = stuck_kernels.watch(Watched(*[False] * 10_000))  # nobody keeps it
+    thread = stuck_kernels.watch(Mock(has_stuck_kernel=lambda: False))  # nobody keeps it
     thread.join(5)
     assert not thread.is_alive()
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    """An engine on the NVSHMEM wire whose stream never becomes idle. Its kernel has reported rank 2."""
+def cuda(monkeypatch):
     from ep_dispatcher.engines.cuda import engine as cuda
 
+    monkeypatch.setattr(cuda, "_stuck_engines", [])
+    return cuda
+
+
+@pytest.fixture
+def engine(cuda):
+    """An engine on the NVSHMEM wire whose stream never becomes idle. Its kernel has reported rank 2."""
     late = ("combine", "partial sums", 7, [2], 1.5)
     made = object.__new__(cuda.CudaEngine)
     made._reports, made.aborts = reports_of(late)
     made._health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)
     made._stuck = StuckKernels(lambda: late)
     made._aborts = SimpleNamespace(run=lambda: None)
-    monkeypatch.setattr(cuda, "_stuck_engines", [])
     return made
 
 
 @needs_module
-def test_a_wait_ends_with_the_names_of_late_ranks(engine):
+def test_a_wait_ends_with_the_names_of_late_ranks(engine, cuda):
+    """Then destroy() frees nothing that the kernel may write."""
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as caught:
         engine._wait(engine._stream)
@@ -82,6 +81,10 @@ def test_a_wait_ends_with_the_names_of_late_ranks(engine):
     assert REASON in str(caught.value) and caught.value.reason == REASON
     assert engine.aborts == [1] and engine._health.ended
     assert engine.has_stuck_kernel()
+    begin = time.monotonic()
+    engine._free()  # else it would wait for the device, or free: this engine has nothing to free
+    assert GRACE_S <= time.monotonic() - begin < GRACE_S + 2
+    assert cuda._stuck_engines == [engine]
     engine._stream = SimpleNamespace(query=lambda: True)
     assert engine.has_stuck_kernel() is None, "it has ended after all"
 
@@ -94,28 +97,12 @@ def test_the_thread_asks_no_stream_before_a_report(engine):
 
 
 @needs_module
-def test_destroy_frees_nothing_that_the_kernel_may_write(engine):
-    from ep_dispatcher.engines.cuda import engine as cuda
-
-    with pytest.raises(ep.PeerTimeoutError):
-        engine._wait(engine._stream)
-    begin = time.monotonic()
-    engine._free()  # else it would wait for the device, or free: this engine has nothing to free
-    assert GRACE_S <= time.monotonic() - begin < GRACE_S + 2
-    assert cuda._stuck_engines == [engine]
-
-
-@needs_module
-def test_a_kernel_that_ends_in_time_is_not_stuck(engine, monkeypatch):
-    import torch
-
-    from ep_dispatcher.engines.cuda import engine as cuda
-
+def test_a_kernel_that_ends_in_time_is_not_stuck(engine, cuda, monkeypatch):
     answers = [False, False, True]
     engine._stream = SimpleNamespace(query=lambda: answers.pop(0) if len(answers) > 1 else answers[0])
     engine._wait(engine._stream)
     freed, engine._device, engine._is_sound = [], None, False
     engine._regions, engine._aborts = SimpleNamespace(free=freed.append), SimpleNamespace(free=lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     engine._free()
     assert freed == [False] and cuda._stuck_engines == []

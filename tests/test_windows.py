@@ -6,6 +6,7 @@ tests/test_window_kernel.py is a model of it, without a GPU.
 import time
 
 import pytest
+import round_trip
 import torch
 from conftest import exhaustive, on
 from test_decode import assert_case as assert_decoded
@@ -13,7 +14,6 @@ from test_decode import replay as replay_decode
 from test_decode import run_case as run_decode
 from test_dispatch_combine import (
     Case,
-    Inputs,
     assert_same,
     check_results,
     make_buffer,
@@ -21,14 +21,11 @@ from test_dispatch_combine import (
     other_rows,
     random_rows,
     run_case,
-    to,
 )
 from test_errors import DISAGREEMENTS, make_disagreement
 from test_nodes import SMALL, change_routing, replay
 
-import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, memory
-from ep_dispatcher.tools.testing import device_of
 
 cuda = pytest.mark.parametrize("engine", [on("cuda")])
 LIMIT_S = 2.0
@@ -154,32 +151,21 @@ def test_after_a_difference_nobody_waits_for_slots(pools, engine, ranks_per_node
         assert message.startswith(kind.split()[-1]) and f"rank {odd} " in message
 
 
-def come_late(rank: int, engine: str, case: Case, inputs: Inputs, late: int) -> PeerTimeoutError | None:
+def come_late(rank: int, engine: str, late: int) -> None:
     """Rank ``late`` does not combine."""
-    device = device_of(engine, rank)
-    x, idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
-    sizes = dict(hidden=case.hidden, num_experts=case.num_experts, num_topk=case.num_topk, max_tokens_per_rank=32)
-    placed = dict(engine=engine, ranks_per_node=case.ranks_per_node, timeout_s=LIMIT_S)
-    buffer = ep.Buffer(**sizes, **placed, dtype=case.dtype)
-    try:
-        out = buffer.dispatch(x, idx)
+    with round_trip.make_buffer(engine=engine, ranks_per_node=2, timeout_s=LIMIT_S) as buffer:
+        out = buffer.dispatch(*round_trip.inputs(rank, device=round_trip.device(buffer)))
         buffer.check()
         if rank == late:
             time.sleep(3 * LIMIT_S)
-            return None
-        buffer.combine(out.x, out.handle)
+            return
         with pytest.raises(PeerTimeoutError) as caught:
+            buffer.combine(out.x, out.handle)
             buffer.check()
-        return caught.value
-    finally:
-        buffer.destroy()
+        assert (caught.value.operation, caught.value.late_ranks) == ("combine", (late,))
 
 
 @cuda
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_late_rank_is_named(pools, engine, late):
-    case = Case(4, 2, **SMALL)
-    inputs = make_inputs(case)
-    for rank, error in enumerate(pools(4).run(narrow, 2, 1, None, come_late, engine, case, inputs, late)):
-        if rank != late:
-            assert (error.operation, error.late_ranks) == ("combine", (late,))
+    pools(4).run(narrow, 2, 1, None, come_late, engine, late)
