@@ -9,7 +9,7 @@ import pytest
 import torch
 from deep_ep_case import HIDDEN, RANKS, Case, make_data, on_ranks, opened, routed, sent
 
-from ep_dispatcher.integrations.deep_ep.handle import _largest, make_items
+from ep_dispatcher.integrations.deep_ep.handle import _largest, make_items, set_num_rows
 
 
 class Dispatch(torch.autograd.Function):
@@ -111,4 +111,5 @@ def test_items_can_be_saved_after_a_dispatch_in_inference_mode(rank):
     with torch.inference_mode():
         make_items(torch.zeros(2, 4, dtype=torch.bool), 10)
     items = make_items(torch.zeros(2, 4, dtype=torch.bool), 10)
+    set_num_rows(items, 3)
     assert [item.is_inference() for item in items] == [False] * 6

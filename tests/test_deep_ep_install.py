@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import ep_dispatcher.integrations.deep_ep as d
 from ep_dispatcher.integrations.deep_ep import Buffer, Config
 from ep_dispatcher.integrations.deep_ep.buffer import Runtime
 from ep_dispatcher.integrations.deep_ep.events import CommStream
 from ep_dispatcher.integrations.deep_ep.path import FOLDER
+from ep_dispatcher.integrations.launch import launch
 
 ROOT = Path(__file__).parents[1]
 REAL = "raise ImportError('the installed deep_ep was loaded')\n"
@@ -125,16 +127,13 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def run(*arguments, folder: Path) -> subprocess.CompletedProcess:
+@pytest.mark.parametrize("program", [["program.py"], ["-m", "program"]])
+def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder, program):
     paths = os.pathsep.join([str(ROOT), str(folder / "installed")])
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
+    command = [sys.executable, "-m", "ep_dispatcher.integrations.deep_ep", *program, "--flag", "1"]
+    ran = subprocess.run(
         command, cwd=folder, env=os.environ | dict(PYTHONPATH=paths), capture_output=True, text=True, timeout=120
     )
-
-
-def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder):
-    ran = run("-m", "ep_dispatcher.integrations.deep_ep", folder / "program.py", "--flag", "1", folder=folder)
     assert ran.returncode == 0, ran.stderr
     home = "ep_dispatcher.integrations.deep_ep.buffer"
     assert json.loads(ran.stdout) == dict(
@@ -142,26 +141,19 @@ def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder):
     )
 
 
-def test_the_launcher_runs_a_module(folder):
-    ran = run("-m", "ep_dispatcher.integrations.deep_ep", "-m", "program", "--flag", "1", folder=folder)
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert said["argv"] == ["--flag", "1"] and said["home"] == said["in_child"]
+def test_the_launcher_says_how_to_use_it(monkeypatch, capsys):
+    def ends(*arguments):
+        monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            launch("launcher", "usage", lambda: None)
+        return ended.value.code
 
-
-def test_the_launcher_says_how_to_use_it(folder):
-    shown = run("-m", "ep_dispatcher.integrations.deep_ep", folder=folder)
-    assert shown.returncode == 2 and "program.py" in shown.stdout
-    asked = run("-m", "ep_dispatcher.integrations.deep_ep", "--help", folder=folder)
-    assert asked.returncode == 0 and asked.stdout == shown.stdout
-    for given, named in ((["nothing.py"], "given 'nothing.py'"), (["-m", "nothing"], "-m: given 'nothing'")):
-        missing = run("-m", "ep_dispatcher.integrations.deep_ep", *given, folder=folder)
-        assert missing.returncode == 1 and named in missing.stderr and "Traceback" not in missing.stderr
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert [ends(), ends("-m"), ends("--help")] == [2, 2, 0] and capsys.readouterr().out == 3 * "usage\n"
+    assert "given 'nothing.py'" in ends("nothing.py") and "-m: given 'nothing'" in ends("-m", "nothing")
 
 
 def test_install_and_uninstall(monkeypatch, folder):
-    import ep_dispatcher.integrations.deep_ep as d
-
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     monkeypatch.syspath_prepend(str(folder / "installed"))
     path = list(sys.path)
@@ -183,8 +175,6 @@ def test_install_and_uninstall(monkeypatch, folder):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name):
-    import ep_dispatcher.integrations.deep_ep as d
-
     owner, _, method = name.rpartition(".")
     function = inspect.getattr_static(getattr(d, owner or "Buffer"), method)
     is_static = isinstance(function, staticmethod)
@@ -209,22 +199,17 @@ def test_sizes_and_configs():
 def test_the_runtime():
     """Places among nodes of 8 ranks, as DeepEP counts them."""
     for rank, num_ranks, places in ((3, 4, (1, 0, 3, False)), (11, 16, (2, 1, 3, True))):
-        runtime = Runtime(rank, num_ranks, CommStream())
-        asked = (
-            runtime.get_num_rdma_ranks(),
-            runtime.get_rdma_rank(),
-            runtime.get_root_rdma_rank(True),
-            runtime.is_internode_available(),
-        )
-        assert asked == places and runtime.get_root_rdma_rank(False) == 0 and runtime.is_available()
-        if torch.cuda.is_available():
-            assert runtime.get_local_device_id() == torch.cuda.current_device()
-        else:
-            for ask in (runtime.get_local_device_id, runtime.get_comm_stream):
-                with pytest.raises(NotImplementedError, match="no GPU"):
-                    ask()
-        with pytest.raises(NotImplementedError, match="^runtime.intranode_dispatch: .*deep_ep.Buffer"):
-            runtime.intranode_dispatch()
-        assert not hasattr(runtime, "__array__")
+        r = Runtime(rank, num_ranks, CommStream())
+        asked = r.get_num_rdma_ranks(), r.get_rdma_rank(), r.get_root_rdma_rank(True), r.is_internode_available()
+        assert asked == places and r.get_root_rdma_rank(False) == 0 and r.is_available()
+    if torch.cuda.is_available():
+        assert r.get_local_device_id() == torch.cuda.current_device()
+    else:
+        for ask in (r.get_local_device_id, r.get_comm_stream):
+            with pytest.raises(NotImplementedError, match="no GPU"):
+                ask()
+    with pytest.raises(NotImplementedError, match="^runtime.intranode_dispatch: .*deep_ep.Buffer"):
+        r.intranode_dispatch()
+    assert not hasattr(r, "__array__")
     with pytest.raises(NotImplementedError, match="^deep_ep_cpp.Buffer: "):
         Runtime(0, 1, 0, 0, False, False, False, False)

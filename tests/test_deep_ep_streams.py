@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -33,11 +34,10 @@ class Streams:
         finally:
             self.current.pop()
 
-    def tensor(self, name: str) -> SimpleNamespace:
-        def keep(stream):
-            self.notes.append(f"{stream.name} keeps {name}")
-
-        return SimpleNamespace(is_cuda=True, record_stream=keep)
+    def tensor(self, name: str) -> mock.Mock:
+        tensor = mock.Mock(spec=torch.Tensor, is_cuda=True)
+        tensor.record_stream = lambda stream: self.notes.append(f"{stream.name} keeps {name}")
+        return tensor
 
 
 @pytest.fixture
@@ -51,41 +51,33 @@ def streams(monkeypatch) -> Streams:
     return streams
 
 
-def run(streams: Streams, **options) -> EventOverlap:
-    with CommStream().operation((streams.tensor("x"), None), **options) as operation:
+AFTER_CALLER, AFTER_EVENT = ["comm waits for caller"], ["comm waits for event of caller"]
+KEPT = ["comm keeps x", "comm runs", "caller keeps y"]
+
+
+@pytest.mark.parametrize(
+    "before, async_finish, notes",
+    [
+        (False, False, ["caller runs"]),
+        (False, True, [*AFTER_CALLER, *KEPT, "event of comm"]),
+        (True, True, [*AFTER_EVENT, *KEPT, "event of comm"]),
+        (True, False, [*AFTER_EVENT, *KEPT, "caller waits for comm"]),
+    ],
+)
+def test_what_waits_for_what(streams, before, async_finish, notes):
+    previous = EventOverlap(EventHandle() if before else None)
+    streams.notes.clear()
+    with CommStream().operation((streams.tensor("x"), None), previous, async_finish) as operation:
         streams.notes.append(f"{streams.current[-1].name} runs")
         operation.hand_over(streams.tensor("y"), None)
-    return operation.event
-
-
-def test_without_overlap_it_runs_in_the_callers_stream(streams):
-    for previous in (None, EventOverlap()):
-        event = run(streams, previous_event=previous, async_finish=False)
-        assert streams.notes.pop() == "caller runs" and not streams.notes and event.event is None
-
-
-def test_async_finish_waits_for_the_callers_work_and_leaves_an_event(streams):
-    event = run(streams, previous_event=None, async_finish=True)
-    wanted = ["comm waits for caller", "comm keeps x", "comm runs", "caller keeps y", "event of comm"]
-    assert streams.notes == wanted
-    event.current_stream_wait()
-    assert streams.notes[len(wanted) :] == ["caller waits for event of comm"]
-
-
-def test_a_previous_event_is_waited_for_instead(streams):
-    before = EventOverlap(EventHandle())
-    event = run(streams, previous_event=before, async_finish=True)
-    assert streams.notes[:3] == ["event of caller", "comm waits for event of caller", "comm keeps x"]
-    with event:
-        streams.notes.append("other work")
-    assert streams.notes[-2:] == ["other work", "caller waits for event of comm"]
-
-
-def test_without_async_finish_the_caller_waits(streams):
-    event = run(streams, previous_event=EventOverlap(EventHandle()), async_finish=False)
-    assert streams.notes[-3:] == ["comm runs", "caller keeps y", "caller waits for comm"] and event.event is None
-    with pytest.raises(ValueError, match="^event: given None"):
-        event.current_stream_wait()
+    assert streams.notes == notes
+    if async_finish:
+        with operation.event:
+            streams.notes.append("other work")
+        assert streams.notes[-2:] == ["other work", "caller waits for event of comm"]
+    else:
+        with pytest.raises(ValueError, match="^event: given None"):
+            operation.event.current_stream_wait()
 
 
 def test_rows_are_copied_only_when_they_are_asked_for():

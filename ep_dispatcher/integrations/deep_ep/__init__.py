@@ -11,22 +11,11 @@ or, without editing a file,
 An installed DeepEP is neither loaded nor changed. docs/deep_ep.md says what is supported and how it was tested.
 """
 
-from importlib import import_module
+from ep_dispatcher.integrations.deep_ep.buffer import Buffer
+from ep_dispatcher.integrations.deep_ep.config import Config
+from ep_dispatcher.integrations.deep_ep.elastic import ElasticBuffer
+from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
+from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap
+from ep_dispatcher.integrations.deep_ep.path import install, uninstall
 
-_HOMES = {
-    "install": "path",
-    "uninstall": "path",
-    "Buffer": "buffer",
-    "ElasticBuffer": "elastic",
-    "EPHandle": "elastic_handle",
-    "Config": "config",
-    "EventHandle": "events",
-    "EventOverlap": "events",
-}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "uninstall"]

@@ -251,7 +251,7 @@ class Buffer(PoolUser, LowLatency):
             if any(one is not None for one in (*given, num_tokens_per_rdma_rank)) or expert_alignment != 1:
                 arguments = "num_tokens_per_..., is_token_in_rank and expert_alignment beside handle"
                 say_without_effect(arguments, "the handle has the routing")
-        inputs = x, topk_idx, topk_weights, given, plans and plans.tensors()
+        inputs = x, topk_idx, topk_weights, given, plans
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             if plans is not None:
                 out = plans.dispatch(rows.kind, rows.data, None, "rank")
@@ -266,7 +266,7 @@ class Buffer(PoolUser, LowLatency):
                     num_worst_tokens=num_worst_tokens,
                     num_channels=max(1, (Buffer.num_sms if config is None else config.num_sms) // 2),
                 )
-            operation.hand_over(*received[:3], plans.tensors())
+            operation.hand_over(*received[:3], plans)
         return *received, operation.event
 
     def combine(
@@ -299,11 +299,11 @@ class Buffer(PoolUser, LowLatency):
         biases = biases_of(bias, x, plans.num_tokens)
         if topk_weights is not None:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), (plans.num_rows, "num_topk"), device)
-        inputs = x, topk_weights, biases, plans.tensors()
+        inputs = x, topk_weights, biases, plans
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             combined_x, combined_weights = plans.sums(x, topk_weights)
             combined_x = add_biases(combined_x, biases, x.dtype)
-            operation.hand_over(combined_x, combined_weights, plans.tensors())
+            operation.hand_over(combined_x, combined_weights, plans)
         return combined_x, combined_weights, operation.event
 
     # The engine itself finds the ranks on other nodes.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, make_items, say_missing, set_num_rows
+from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, carrying, make_items, say_missing, set_num_rows
 from ep_dispatcher.integrations.deep_ep.layout import (
     check_same_routing,
     distinct,
@@ -78,7 +78,7 @@ def dispatch(
     # Make these before the launch: after a wait for counts the device may wait for the host.
     plans = HandlePlans(pool, routing.is_token_in_rank, buffer.config.max_tokens_per_rank, max_rows)
     items = make_items(routing.is_token_in_rank, num_channels)
-    items[-1].carried = plans
+    items[-1] = carrying(items[-1], plans)
     out = buffer.dispatch(
         rows.data,
         idx,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, handle_of
-from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, Operation, outside_graphs
+from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.pool import Key, PoolUser
 from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Rows, add_biases, biases_of
 from ep_dispatcher.memory import DEFAULT_SMS
@@ -23,7 +20,6 @@ from ep_dispatcher.topology import Topology, host_id
 
 _ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
 _WIRE = "between nodes the engine uses the connections of its own wire"
-_SIZES = "num_experts", "expert_alignment", "num_max_tokens_per_rank"
 Previous = EventHandle | EventOverlap | None
 
 
@@ -213,49 +209,51 @@ class ElasticBuffer(PoolUser):
 
         Raises ValueError for arguments that are not allowed, PeerTimeoutError if a rank does not arrive.
         """
-        rows, stats, new = Rows(x), cumulative_local_expert_recv_stats, None
+        rows, stats, is_new = Rows(x), cumulative_local_expert_recv_stats, handle is None
         device = rows.device.type
-        checks.integer("num_sms", num_sms, 0)
-        self._say_of_qps(num_qps)
+        self._check_common(num_sms, num_qps, previous_event, allocate_on_comm_stream)
         if do_zero_padding and not do_expand:
             checks.fail("do_zero_padding", True, "True only with do_expand")
-        sizes = num_experts, expert_alignment, num_max_tokens_per_rank
+        pool = self._pool_for(num_sms or None, self._timeout_s)
+        sizes = dict(
+            num_experts=num_experts, expert_alignment=expert_alignment, num_max_tokens_per_rank=num_max_tokens_per_rank
+        )
         if handle is not None:
             _check_beside(handle_of(handle), sizes, topk_idx=topk_idx, cumulative_local_expert_recv_stats=stats)
             if do_cpu_sync:
                 checks.fail("do_cpu_sync", True, "None or False with a handle, which has the counts")
         else:
-            new = self._new_sizes(rows, *sizes)
+            new = self._new_sizes(rows, **sizes)
             checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (rows.num_tokens, "num_topk"), device)
+            assert topk_idx is not None  # checked
+            handle = EPHandle(
+                pool,
+                self._topology,
+                topk_idx,
+                do_expand=do_expand,
+                num_sms=num_sms or DEFAULT_SMS,
+                do_cpu_sync=do_cpu_sync is not False,
+                max_tokens=max(new["num_max_tokens_per_rank"], self.num_max_tokens_per_rank),
+                **new,
+            )
             if stats is not None:
-                shape = (new["num_experts"] // self.num_ranks,)
+                shape = (handle.num_local,)
                 checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), shape, device)
-        pool = self._pool_for(num_sms or None, self._timeout_s)
-        inputs = x, topk_idx, topk_weights, stats, handle and handle.tensors()
-        with self._operation(
-            inputs, previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
-        ) as operation:
-            if handle is None:
-                assert topk_idx is not None and new is not None  # checked above
-                handle = EPHandle(
-                    pool,
-                    self._topology,
-                    topk_idx.clone() if do_handle_copy else topk_idx,
-                    do_expand=do_expand,
-                    num_sms=num_sms or DEFAULT_SMS,
-                    do_cpu_sync=do_cpu_sync is not False,
-                    max_tokens=max(new["num_max_tokens_per_rank"], self.num_max_tokens_per_rank),
-                    **new,
-                )
+        inputs = x, topk_weights, stats, handle
+        with self._comm.operation(inputs, previous_event, async_with_compute_stream) as operation:
+            if previous_event_before_epilogue is not None:
+                previous_event_before_epilogue.current_stream_wait()
+            if is_new and do_handle_copy:
+                handle.topk_idx = handle.topk_idx.clone()
             out = handle.dispatch(rows.kind, rows.data, topk_weights, "expert" if do_expand else "rank")
-            if new is not None:
+            if is_new:
                 handle.begin(out, envs.deep_ep_exact())
             if stats is not None:
                 stats += handle.num_unaligned_recv_tokens_per_expert
             recv_x = rows.restore(out.x)
             if use_tma_aligned_col_major_sf and isinstance(recv_x, tuple):
                 recv_x = recv_x[0], _column_major(recv_x[1])
-            operation.hand_over(recv_x, out.topk_idx, out.topk_weights, handle.tensors())
+            operation.hand_over(recv_x, out.topk_idx, out.topk_weights, handle)
         return recv_x, out.topk_idx, out.topk_weights, handle, operation.event
 
     def combine(
@@ -284,63 +282,50 @@ class ElasticBuffer(PoolUser):
         The other arguments are those of dispatch.
         """
         handle = handle_of(handle)
-        checks.integer("num_sms", num_sms, 0)
-        self._say_of_qps(num_qps)
+        self._check_common(num_sms, num_qps, previous_event, allocate_on_comm_stream)
         checks.tensor("x", x, checks.DTYPES, (handle.num_rows, "hidden"), x.device.type)
         biases = biases_of(bias, x, len(handle.topk_idx))
         self._pool_for(num_sms or handle.num_sms, self._timeout_s)
-        inputs = x, topk_weights, biases, handle.tensors()
-        with self._operation(
-            inputs, previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
-        ) as operation:
+        inputs = x, topk_weights, biases, handle
+        with self._comm.operation(inputs, previous_event, async_with_compute_stream) as operation:
+            if previous_event_before_epilogue is not None:
+                previous_event_before_epilogue.current_stream_wait()
             rounds_twice = handle.do_expand or self._topology.num_nodes > 1 or biases
             y = x.float() if rounds_twice and not self.allow_multiple_reduction else x
             out = handle.combine(y, topk_weights, "expert" if handle.do_expand else "rank")
             combined_x = add_biases(out.x, biases, x.dtype)
-            operation.hand_over(combined_x, out.topk_weights, handle.tensors())
+            operation.hand_over(combined_x, out.topk_weights, handle)
         return combined_x, out.topk_weights, operation.event
 
-    @contextmanager
-    def _operation(
-        self,
-        inputs: tuple[Any, ...],
-        previous_event: Previous,
-        before_epilogue: Previous,
-        async_finish: bool,
-        on_comm_stream: bool,
-    ) -> Iterator[Operation]:
-        if previous_event is not None and not on_comm_stream:
+    @staticmethod
+    def _check_common(num_sms: int, num_qps: int, previous_event: Previous, allocate_on_comm_stream: bool) -> None:
+        checks.integer("num_sms", num_sms, 0)
+        if num_qps:
+            say_without_effect("num_qps", _WIRE)
+        if previous_event is not None and not allocate_on_comm_stream:
             checks.fail("allocate_on_comm_stream", False, "True with previous_event")
-        with self._comm.operation(inputs, previous_event, async_finish) as operation:
-            if before_epilogue is not None:
-                before_epilogue.current_stream_wait()
-            yield operation
 
     def _new_sizes(
-        self, rows: Rows, num_experts: int | None, alignment: int | None, most: int | None
+        self, rows: Rows, num_experts: int | None, expert_alignment: int | None, num_max_tokens_per_rank: int | None
     ) -> dict[str, int]:
         """Return the sizes of a dispatch without a handle, checked."""
-        most = checks.integer("num_max_tokens_per_rank", self.num_max_tokens_per_rank if most is None else most, 1)
+        most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+        most = checks.integer("num_max_tokens_per_rank", most, 1)
         if rows.num_tokens > most:
             checks.fail("x", f"{rows.num_tokens} tokens", f"up to num_max_tokens_per_rank = {most}")
         num_experts = checks.integer("num_experts", num_experts, 1)
         if num_experts % self.num_ranks:
             checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({self.num_ranks})")
-        alignment = checks.integer("expert_alignment", 1 if alignment is None else alignment, 1)
-        return dict(zip(_SIZES, (num_experts, alignment, most)))
-
-    @staticmethod
-    def _say_of_qps(num_qps: int) -> None:
-        if num_qps:
-            say_without_effect("num_qps", _WIRE)
+        alignment = checks.integer("expert_alignment", 1 if expert_alignment is None else expert_alignment, 1)
+        return dict(num_experts=num_experts, expert_alignment=alignment, num_max_tokens_per_rank=most)
 
 
-def _check_beside(handle: EPHandle, sizes: tuple[int | None, ...], **tensors: Tensor | None) -> None:
+def _check_beside(handle: EPHandle, sizes: dict[str, int | None], **tensors: Tensor | None) -> None:
     """Refuse arguments of a new routing beside a handle, unless they are those of the handle."""
     for name, given in tensors.items():
         if given is not None:
             checks.fail(name, "a tensor beside handle", "None: the handle has the routing and its counts")
-    for name, size in zip(_SIZES, sizes):
+    for name, size in sizes.items():
         if size not in (None, getattr(handle, name)):
             checks.fail(name, size, f"None, or {getattr(handle, name)} as of the handle")
 
@@ -358,11 +343,12 @@ def _refused(name: str, part: str):
     return refuse
 
 
-for _name, _part in (
-    *((name, "Engram") for name in ("engram_write", "engram_fetch", "get_engram_storage_size_hint")),
-    *((name, "pipeline") for name in ("pp_set_config", "pp_send", "pp_recv", "get_pp_buffer_size_hint")),
-    *((name, "all-gather") for name in ("create_agrs_session", "destroy_agrs_session", "agrs_new_session")),
-    *((name, "all-gather") for name in ("agrs_set_config", "agrs_get_inplace_tensor", "all_gather")),
-    *((name, "all-gather") for name in ("get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint")),
-):
-    setattr(ElasticBuffer, _name, _refused(_name, _part))
+_REFUSED = {
+    "Engram": "engram_write engram_fetch get_engram_storage_size_hint",
+    "pipeline": "pp_set_config pp_send pp_recv get_pp_buffer_size_hint",
+    "all-gather": "create_agrs_session destroy_agrs_session agrs_new_session agrs_set_config agrs_get_inplace_tensor "
+    "all_gather get_agrs_num_max_session_bytes get_agrs_buffer_size_hint",
+}
+for _part, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(ElasticBuffer, _name, _refused(_name, _part))

@@ -10,8 +10,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import say_once
-from ep_dispatcher.integrations.deep_ep.handle import missing, say_missing
-from ep_dispatcher.integrations.deep_ep.plans import Plans
+from ep_dispatcher.integrations.deep_ep.handle import Plans, missing, say_missing
 from ep_dispatcher.integrations.deep_ep.pool import Pool
 from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
 from ep_dispatcher.memory import DEFAULT_SMS

@@ -81,9 +81,16 @@ class EventOverlap:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values that are tensors, None, or tuples and lists of these."""
-    nested = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
-    return [t for group in nested for t in group if t is not None]
+    """Return the tensors among tensors, None, tuples and lists of these, and what has a method ``tensors``."""
+    found: list[Tensor] = []
+    for value in values:
+        if value is None:
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+        else:
+            found += tensors_in(value if isinstance(value, (tuple, list)) else value.tensors())
+    return found
 
 
 class Operation:

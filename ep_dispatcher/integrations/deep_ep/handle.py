@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks, say_once
-from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
-from ep_dispatcher.integrations.deep_ep.plans import Plans
+from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks, version_of
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind
 
@@ -30,6 +29,7 @@ def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((1,), torch.iinfo(dtype).max, dtype=dtype, device=device)
 
 
+@lru_cache(256)  # each takes the host a microsecond
 def missing(*shape: int, dtype: torch.dtype = torch.int32, device: torch.device) -> Tensor:
     """Return an item that this engine does not have: every element is the largest number. It takes no memory.
 
@@ -44,11 +44,57 @@ def say_missing(items: str) -> None:
     say_once(f"handle: every element of {items} is the largest number; {how}")
 
 
+def carrying(item: Tensor, carried: object) -> Tensor:
+    """Return a view of an item that carries an object: the item itself may belong to many handles."""
+    carrier: Any = item.view_as(item)
+    carrier.carried = carried
+    return carrier
+
+
 def carried_by(handle: object, item: int) -> object:
     """Return the object that an item carries, of a handle or a tuple or list of its items. None for anything else."""
     if not isinstance(handle, (tuple, list)) or not -len(handle) <= item < len(handle):
         return None
     return getattr(handle[item], "carried", None)
+
+
+class Plans:
+    """The plans of one routing, by kind of rows and layout: the first operation of each makes one.
+
+    DeepEP's handles serve rows of any size; a plan of ours serves those of its buffer.
+    """
+
+    def __init__(self, pool: Pool, max_tokens: int):
+        self._pool, self._max_tokens = pool, max_tokens
+        self._plans: dict[tuple[Kind, str], tuple[ep.Buffer, ep.Handle]] = {}
+
+    def routing(self, layout: str) -> tuple[Tensor, int, dict[str, Any]]:
+        """Return the topk_idx of a new plan, its number of experts, and other arguments of a dispatch that makes it."""
+        raise NotImplementedError
+
+    def dispatch(self, kind: Kind, rows: Any, topk_weights: Tensor | None, layout: str) -> ep.DispatchOutput:
+        buffer, how = self._find(kind, layout)
+        out = buffer.dispatch(rows, topk_weights=topk_weights, **how)
+        if "handle" not in how:
+            self._plans[kind, layout] = buffer, out.handle
+        return out
+
+    def combine(self, y: Tensor, topk_weights: Tensor | None, layout: str) -> ep.CombineOutput:
+        kind = Kind(y.shape[1], y.dtype)
+        buffer, how = self._find(kind, layout)
+        if "handle" not in how:
+            how = dict(handle=buffer.plan(**how))
+            self._plans[kind, layout] = buffer, how["handle"]
+        return buffer.combine(y, topk_weights=topk_weights, **how)
+
+    def _find(self, kind: Kind, layout: str) -> tuple[ep.Buffer, dict[str, Any]]:
+        """Return the buffer for rows of a kind, and how to dispatch there: by the plan, or else by the routing."""
+        known = self._plans.get((kind, layout))
+        if known is not None:
+            return known[0], dict(handle=known[1])
+        topk_idx, num_experts, options = self.routing(layout)
+        buffer = self._pool.sized(Key(kind, num_experts, topk_idx.shape[1]), self._max_tokens)
+        return buffer, dict(topk_idx=topk_idx, layout=layout, **options)
 
 
 class HandlePlans(Plans):
@@ -64,18 +110,17 @@ class HandlePlans(Plans):
         self.num_tokens, self.num_rows = len(is_token_in_rank), max_rows or 0
         self.prefix: Tensor | None = None  # rank_prefix_matrix, if an operation has made it
         self._topk_idx: Tensor | None = None
-        self._version: int | None = None
+        self._version = 0
         # A combine returns weights with rows of this kind, this many for each; none without topk_idx.
         self._weights_of: tuple[Kind, int] | None = None
 
     def begin(self, key: Key, buffer: ep.Buffer, out: ep.DispatchOutput) -> None:
         """Take the plan that the dispatch has made."""
         assert out.topk_idx is not None  # in rank layout
-        is_inference = out.topk_idx.is_inference()
         # [num_recv_tokens, num_topk], -1 for experts of other ranks. The program has it too, and may change it. The
         # version shows changes, but tensors of torch.inference_mode() have none.
-        self._topk_idx = out.topk_idx.clone() if is_inference else out.topk_idx
-        self._version = None if is_inference else out.topk_idx._version
+        self._topk_idx = out.topk_idx.clone() if out.topk_idx.is_inference() else out.topk_idx
+        self._version = version_of(self._topk_idx)
         self.num_rows = out.handle.num_rows
         self._plans[key.kind, "rank"] = buffer, out.handle
         self._weights_of = None if out.topk_weights is None else (key.kind, key.num_topk)
@@ -107,7 +152,7 @@ class HandlePlans(Plans):
         """
         # Not in the dispatch: most dispatches have no such combine, and each operation costs the host 10 us.
         assert self._topk_idx is not None  # of a plan that takes weights
-        if self._version is not None and self._topk_idx._version != self._version:
+        if version_of(self._topk_idx) != self._version:
             checks.fail("topk_weights", "weights after a change of recv_topk_idx in place", _UNCHANGED)
         is_elsewhere = self._topk_idx < 0
         wrong = is_elsewhere.logical_and(topk_weights).any(1)
@@ -127,23 +172,25 @@ def make_items(in_rank: Tensor, num_channels: int) -> list[Any]:
                        recv_rdma_channel_prefix_matrix, recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix,
                        recv_gbl_rank_prefix_sum, recv_src_meta, send_rdma_head, send_nvl_head
 
-    All but is_token_in_rank are ``missing``. recv_src_idx or recv_src_meta is still of no rows (``set_num_rows``), and
-    send_nvl_head stays so, because only DeepEP's queues count its rows.
+    All but is_token_in_rank are ``missing``. ``set_num_rows`` adds recv_src_idx or recv_src_meta. send_nvl_head has no
+    rows, because only DeepEP's queues count them.
     """
     (num_tokens, num_ranks), none = in_rank.shape, partial(missing, device=in_rank.device)
     channels, ranks = none(num_ranks, num_channels), none(num_ranks, num_ranks)
     if num_ranks <= NVL_PEERS:
-        return [ranks, channels, channels, none(0), in_rank, none(num_tokens, num_ranks)]
+        return [ranks, channels, channels, None, in_rank, none(num_tokens, num_ranks)]
     num_nodes = num_rdma_ranks(num_ranks)
-    node_channels, meta = none(num_nodes, num_channels), none(0, _META_BYTES, dtype=torch.uint8)
+    node_channels = none(num_nodes, num_channels)
     sums = node_channels, none(num_nodes), channels, none(num_ranks)
-    return [in_rank, node_channels, channels, *sums, meta, none(num_tokens, num_nodes), none(0, NVL_PEERS)]
+    return [in_rank, node_channels, channels, *sums, None, none(num_tokens, num_nodes), none(0, NVL_PEERS)]
 
 
 def set_num_rows(items: list[Any], num_rows: int) -> None:
-    """Give the item with a row for each received one its shape."""
-    _, place = _places(items)
-    items[place] = missing(num_rows, *items[place].shape[1:], dtype=items[place].dtype, device=items[place].device)
+    """Add the item with a row for each received one."""
+    if len(items) == _SHORT:
+        items[3] = missing(num_rows, device=items[-1].device)
+    else:
+        items[7] = missing(num_rows, _META_BYTES, dtype=torch.uint8, device=items[-1].device)
 
 
 def plans_of(handle: object, pool: Pool) -> HandlePlans:

@@ -12,15 +12,15 @@ from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from ep_dispatcher.plain import plain, require_memory
 
 
-def refuse_unless(right: Tensor, error: Exception) -> None:
-    """Raise the error if ``right``, a bool without dimensions, is false.
+def refuse_unless(right: Tensor, mistake: str) -> None:
+    """Raise ValueError if ``right``, a bool without dimensions, is false.
 
     On a GPU this is an assert on the device: a host wait would cost more than the operation.
     """
     if right.is_cuda:
-        torch._assert_async(right, str(error))
+        torch._assert_async(right, mistake)
     elif not right:
-        raise error
+        raise ValueError(mistake)
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
     if not expert.is_cuda:  # on a GPU scatter_add_ itself asserts that its indices are valid
         allowed = f"-1 (no expert), or an expert from 0 to {num_experts - 1}"
         mistake = checks.mistake("topk_idx", "an expert that does not exist", allowed)
-        refuse_unless(((expert >= -1) & (expert < num_experts)).all(), ValueError(mistake))
+        refuse_unless(((expert >= -1) & (expert < num_experts)).all(), mistake)
     # Few operations: each takes a GPU about 2 us, and the host 5. The first entry of `counted` is for -1.
     counted = expert.new_zeros(1 + num_experts, dtype=torch.int32)
     counted.scatter_add_(0, (expert + 1).flatten(), counted.new_ones(1).expand(expert.numel()))
@@ -112,7 +112,7 @@ def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Ten
     mistake = checks.mistake(
         "is_token_in_rank", "another routing than topk_idx", "what get_dispatch_layout gives for it"
     )
-    refuse_unless((expected == is_token_in_rank).all(), ValueError(mistake))
+    refuse_unless((expected == is_token_in_rank).all(), mistake)
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
@@ -120,3 +120,8 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
     )
+
+
+def version_of(t: Tensor) -> int:
+    """Return the number of changes in place, as far as PyTorch counts them."""
+    return 0 if t.is_inference() else t._version

@@ -1,4 +1,8 @@
-"""The low-latency half of ``deep_ep.Buffer``: rows by expert in tensors of a fixed shape, no host waits."""
+"""The low-latency half of ``deep_ep.Buffer``: rows by expert in tensors of a fixed shape, no host waits.
+
+It is the engine's decode layout: one operation each way, and hooks that receive. Rows are placed as in DeepEP. Sums are
+the engine's: each rank's sum over its experts is rounded to bfloat16 before the owner adds them.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,90 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import ep_dispatcher as ep
 from ep_dispatcher import checks, envs, float8
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap, outside_graphs
-from ep_dispatcher.integrations.deep_ep.handle import say_missing
-from ep_dispatcher.integrations.deep_ep.layout import refuse_repeated
-from ep_dispatcher.integrations.deep_ep.low_latency_decode import (
-    Trip,
-    handle_of,
-    measure,
-    missing_sources,
-    sources,
-    trip_of,
-)
-from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
-from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind
+from ep_dispatcher.integrations.deep_ep.handle import carried_by, carrying, missing, say_missing
+from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, refuse_repeated, refuse_unless, version_of
+from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool
+from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
 
 _ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
+
+
+class Trip:
+    """A low_latency_dispatch for its combines, which its handle carries.
+
+    topk_idx        the caller's tensor, from which the engine's handle was made
+    shape           num_local_experts, rows_per_group, hidden
+    combine_buffer  of get_next_low_latency_combine_buffer
+    """
+
+    def __init__(self, hooked: HookedBuffer, handle: ep.Handle, topk_idx: Tensor, shape: tuple[int, int, int]):
+        self._hooked, self._handle, self.topk_idx, self.shape = hooked, handle, topk_idx, shape
+        self._version = version_of(topk_idx)
+        self.combine_buffer: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that operations read."""
+        return self._handle.plan, self.topk_idx
+
+    def combine(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        """Return the sums, and with ``hook`` the function to call before reading them."""
+        weights, buffer = self._weights(topk_idx, topk_weights), self._hooked.ready()
+        self._hooked.turn[0] += 1
+        measure(buffer, "combine", waits)
+        combined = buffer.combine(x, self._handle, weights=weights, out=out, return_hook=hook)
+        return combined.x, self._hooked.hook(combined) if hook else None
+
+    def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """Return the weights in the columns of the dispatch. A combine may order choices otherwise, or omit some.
+
+        Refuse experts that the token was not dispatched to.
+        """
+        is_unchanged = version_of(self.topk_idx) == self._version
+        if is_unchanged and is_same_memory(topk_idx, self.topk_idx):
+            return topk_weights
+        if not is_unchanged:
+            allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
+            checks.fail("topk_idx", "a tensor that was changed in place after the dispatch", allowed)
+        is_chosen = topk_idx >= 0
+        same = (topk_idx[:, :, None] == self.topk_idx[:, None, :]) & is_chosen[:, :, None]
+        allowed = "experts that the token was dispatched to, or -1"
+        mistake = checks.mistake("topk_idx", "an expert that the token was not dispatched to", allowed)
+        refuse_unless((same.any(2) == is_chosen).all(), mistake)
+        return torch.where(same, topk_weights[:, :, None], 0.0).sum(1)
+
+
+def trip_of(handle: tuple) -> Trip:
+    trip = carried_by(handle, 1)
+    if not isinstance(trip, Trip):
+        allowed = "the handle of a low_latency_dispatch, or a tuple or list of its items"
+        checks.fail("handle", type(handle).__name__, allowed)
+    return trip
+
+
+def sources(buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Return recv_src_info and recv_layout_range of a dispatch by the same topk_idx. Exchanges 16 bytes per row."""
+    most = buffer.config.max_tokens_per_rank
+    sent = numbered_rows(len(topk_idx), rank * most, topk_idx.device)
+    out = buffer.dispatch(sent, topk_idx, layout="decode")
+    assert isinstance(out.x, Tensor)  # as what was sent
+    number = out.x.view(torch.int32)[:, :, 0]
+    rows, ranks = (torch.arange(n, dtype=torch.int32, device=number.device) for n in (number.shape[1], num_ranks))
+    source = (number // most).where(rows < out.tokens_per_expert[:, None], -1)
+    num_rows = (source[:, :, None] == ranks).sum(1)
+    return number % most, (num_rows.cumsum(1) - num_rows) << 32 | num_rows
+
+
+def measure(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> None:
+    """Let the next operation add its wait for each rank to ``waits``, if not None."""
+    name = f"{operation}_wait_ns"
+    if getattr(buffer, name) is not waits:
+        setattr(buffer, name, waits)
 
 
 @outside_graphs
@@ -91,9 +162,8 @@ class LowLatency:
                 f"{argument}: rows travel as bfloat16 or float8, and the engine has no 4-bit rows"
             )
         pool, num_ranks, stats = self._check_low_latency(), self.group_size, cumulative_local_expert_recv_stats
-        self._check_asking(async_finish, return_recv_hook)
         waits = dispatch_wait_recv_cost_stats
-        self._check_waits("dispatch_wait_recv_cost_stats", waits, x)
+        self._check_call(x, async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=waits)
         most = checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
         if x.shape[0] > most:
@@ -111,11 +181,12 @@ class LowLatency:
                 smallest = Key(SMALLEST, num_experts, topk_idx.shape[1])
                 other = pool.in_turn(smallest, most, self.enable_shrink).ready()
                 measure(other, "dispatch", waits)
-                items = sources(other, pool.group.rank(), topk_idx, num_ranks)
-                operation.hand_over(items)
+                src_info, ranges = sources(other, pool.group.rank(), topk_idx, num_ranks)
+                operation.hand_over(src_info, ranges)
             else:
                 say_missing("recv_src_info and recv_layout_range")
-                items = missing_sources(num_local, shape[1], num_ranks, x.device)
+                src_info = missing(num_local, shape[1], device=x.device)
+                ranges = missing(num_local, num_ranks, dtype=torch.int64, device=x.device)
             key = Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1])
             hooked = pool.in_turn(key, most, self.enable_shrink)
             buffer = hooked.ready()
@@ -136,9 +207,10 @@ class LowLatency:
                 complete()
             trip = Trip(hooked, out.handle, topk_idx, shape)
             recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
-            operation.hand_over(recv_x, counts, trip.tensors())
+            operation.hand_over(recv_x, counts, trip)
         operation.keep_tensors()
-        return recv_x, counts, handle_of(trip, items, most, num_experts), operation.event, hook
+        handle = src_info, carrying(ranges, trip), most, x.shape[1], num_experts
+        return recv_x, counts, handle, operation.event, hook
 
     def low_latency_combine(
         self,
@@ -181,7 +253,6 @@ class LowLatency:
         Sums and products are in float32. The sum of each rank's rows is rounded to bfloat16, and so is their sum.
         """
         self._check_low_latency()
-        self._check_asking(async_finish, return_recv_hook)
         if overlap:
             raise NotImplementedError(
                 "overlap: given True, allowed: False; a combine does not wait for signals of a GEMM that still writes "
@@ -201,8 +272,8 @@ class LowLatency:
         if out is not None:
             checks.tensor("out", out, (torch.bfloat16,), (num_tokens, trip.shape[2]), device)
         waits = combine_wait_recv_cost_stats
-        self._check_waits("combine_wait_recv_cost_stats", waits, x)
-        inputs = x, topk_idx, topk_weights, out, waits, trip.tensors()
+        self._check_call(x, async_finish, return_recv_hook, combine_wait_recv_cost_stats=waits)
+        inputs = x, topk_idx, topk_weights, out, waits, trip
         with self._comm.operation(inputs, None, async_finish) as operation:
             combined_x, hook = trip.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
             operation.hand_over(combined_x)
@@ -253,14 +324,13 @@ class LowLatency:
             checks.fail("low_latency_mode", False, "low_latency_ methods of a buffer made with low_latency_mode=True")
         return pool
 
-    def _check_waits(self, argument: str, waits: Tensor | None, x: Tensor) -> None:
-        if waits is not None:
-            checks.tensor(argument, waits, (torch.int64,), (self.group_size,), x.device.type)
-
-    @staticmethod
-    def _check_asking(async_finish: bool, return_recv_hook: bool) -> None:
+    def _check_call(self, x: Tensor, async_finish: bool, return_recv_hook: bool, **waits: Tensor | None) -> None:
+        """Check what dispatch and combine share."""
         if async_finish and return_recv_hook:
             checks.fail("async_finish", True, "one of async_finish and return_recv_hook")
+        for name, each in waits.items():
+            if each is not None:
+                checks.tensor(name, each, (torch.int64,), (self.group_size,), x.device.type)
 
 
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:

@@ -7,7 +7,6 @@ import os
 import sys
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "modules")
-_NAMES = ("deep_ep", "deep_ep_cpp")
 
 
 def install() -> None:
@@ -17,35 +16,29 @@ def install() -> None:
 
     A second call does nothing. Raises RuntimeError if another ``deep_ep`` has been imported already.
     """
-    others = [name for name in _loaded() if not _is_ours(name)]
-    if others:
-        raise RuntimeError(f"install: given after the program has imported {others[0]}, allowed: before that")
-    if FOLDER not in sys.path:
-        sys.path.insert(0, FOLDER)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if FOLDER not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, paths)])
-    importlib.invalidate_caches()
+    for name, ours in _loaded().items():
+        if not ours:
+            raise RuntimeError(f"install: given after the program has imported {name}, allowed: before that")
+    _set_paths([FOLDER])
 
 
 def uninstall() -> None:
     """Undo ``install``: the next ``import deep_ep`` finds an installed one. Existing objects stay usable."""
-    sys.path[:] = [path for path in sys.path if path != FOLDER]
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
-    if paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    else:
-        os.environ.pop("PYTHONPATH", None)
-    for name in _loaded():
-        if _is_ours(name):
+    for name, ours in _loaded().items():
+        if ours:
             del sys.modules[name]
+    _set_paths([])
+
+
+def _set_paths(first: list[str]) -> None:
+    """Set sys.path and PYTHONPATH to these folders and what they have, but for ours."""
+    sys.path[:] = [*first, *(path for path in sys.path if path != FOLDER)]
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*first, *(path for path in others if path not in ("", FOLDER))])
     importlib.invalidate_caches()
 
 
-def _loaded() -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] in _NAMES]
-
-
-def _is_ours(name: str) -> bool:
-    file = getattr(sys.modules[name], "__file__", None)
-    return file is not None and os.path.abspath(file).startswith(FOLDER + os.sep)
+def _loaded() -> dict[str, bool]:
+    """Return the modules of these names, and whether each is ours."""
+    names = [name for name in sys.modules if name.partition(".")[0] in ("deep_ep", "deep_ep_cpp")]
+    return {name: str(getattr(sys.modules[name], "__file__", "")).startswith(FOLDER + os.sep) for name in names}

@@ -36,12 +36,6 @@ class HookedBuffer:
         self.turn = [0]  # number of operations, shared by the two buffers of Pool.in_turn
         self._hook: Callable[[], None] | None = None
 
-    def combines(self) -> ep.Buffer:
-        """Return the buffer for a combine, and count it as a turn."""
-        buffer = self.ready()
-        self.turn[0] += 1
-        return buffer
-
     def ready(self) -> ep.Buffer:
         """Return the buffer for an operation. First complete the last one: only one may be under way."""
         if self._hook is not None:
@@ -115,7 +109,7 @@ class Pool:
     def in_turn(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
         """Return one of two buffers of exactly ``max_tokens``, in turn. Like in DeepEP, two hooks may wait at a time.
 
-        Combines count as turns too, as in DeepEP (HookedBuffer.combines). So the turn is the same before and after a
+        Combines count as turns too, as in DeepEP (low_latency.Trip). So the turn is the same before and after a
         layer, and a rank that replays a CUDA graph stays in step with ranks that replay none, or one of another size.
 
         The first call makes both, and is collective; later ones may be in a CUDA graph. masks: give them masks if
