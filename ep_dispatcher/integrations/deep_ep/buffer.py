@@ -22,10 +22,9 @@ from ep_dispatcher.integrations.deep_ep.dispatch import Received, Routing, dispa
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import plans_of
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
-from ep_dispatcher.integrations.deep_ep.pool import Pool, PoolUser
 from ep_dispatcher.integrations.deep_ep.rows import Rows, add_biases, biases_of
 
-_OWN_MEMORY = "the engine finds out which memory ranks can share when a buffer is made"
+_SET_NUM_SMS = "Buffer.set_num_sms has one"
 
 
 class Runtime:
@@ -71,7 +70,7 @@ class Runtime:
 
 
 @outside_graphs
-class Buffer(PoolUser, LowLatency):
+class Buffer(LowLatency):
     """Dispatch and combine with DeepEP's names, arguments and results.
 
         layout = buffer.get_dispatch_layout(topk_idx, num_experts)
@@ -92,7 +91,6 @@ class Buffer(PoolUser, LowLatency):
     """
 
     num_sms: int = 20
-    _chosen_sms: int | None = None  # by set_num_sms; None: the engine's default
 
     def __init__(
         self,
@@ -126,10 +124,9 @@ class Buffer(PoolUser, LowLatency):
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         if num_qps_per_rank != 24:  # nearly every program gives it
             say_without_effect("num_qps_per_rank", "between nodes the engine uses the connections of its own wire")
-        if allow_mnnvl:
-            say_without_effect("allow_mnnvl", _OWN_MEMORY)
-        if use_fabric:
-            say_without_effect("use_fabric", _OWN_MEMORY)
+        for name, given in (("allow_mnnvl", allow_mnnvl), ("use_fabric", use_fabric)):
+            if given:
+                say_without_effect(name, "the engine finds out which memory ranks can share when a buffer is made")
 
     def destroy(self) -> None:
         """Free the memory with the last buffer of the group. Collective."""
@@ -237,7 +234,8 @@ class Buffer(PoolUser, LowLatency):
         Raises ValueError for arguments that are not allowed, PeerTimeoutError if a rank does not arrive.
         """
         pool, rows = self._live_pool(), Rows(x)
-        self._say_of_config(config)
+        if config is not None:
+            say_without_effect("config", _SET_NUM_SMS)
         expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
         num_worst_tokens = checks.integer("num_worst_tokens", num_worst_tokens, 0)
         given: tuple[Any, Any, Any] = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
@@ -254,18 +252,12 @@ class Buffer(PoolUser, LowLatency):
         inputs = x, topk_idx, topk_weights, given, plans
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             if plans is not None:
-                out = plans.dispatch(rows.kind, rows.data, None, "rank")
+                out = plans.dispatch(rows.kind, rows.data)
                 received: Received = rows.restore(out.x), None, None, None, None
             else:
                 routing = Routing(*given, num_tokens_per_rdma_rank, topk_idx, topk_weights)  # it refuses None
-                received, plans = dispatch(
-                    pool,
-                    rows,
-                    routing,
-                    expert_alignment=expert_alignment,
-                    num_worst_tokens=num_worst_tokens,
-                    num_channels=max(1, (Buffer.num_sms if config is None else config.num_sms) // 2),
-                )
+                num_channels = max(1, (Buffer.num_sms if config is None else config.num_sms) // 2)
+                received, plans = dispatch(pool, rows, routing, expert_alignment, num_worst_tokens, num_channels)
             operation.hand_over(*received[:3], plans)
         return *received, operation.event
 
@@ -293,7 +285,8 @@ class Buffer(PoolUser, LowLatency):
         config        without effect, and a line says so once
         """
         plans = plans_of(handle, self._live_pool())
-        self._say_of_config(config)
+        if config is not None:
+            say_without_effect("config", _SET_NUM_SMS)
         device = x.device.type
         checks.tensor("x", x, checks.DTYPES, (plans.num_rows, "hidden"), device)
         biases = biases_of(bias, x, plans.num_tokens)
@@ -309,11 +302,3 @@ class Buffer(PoolUser, LowLatency):
     # The engine itself finds the ranks on other nodes.
     internode_dispatch = dispatch
     internode_combine = combine
-
-    def _live_pool(self) -> Pool:
-        return self._pool_for(Buffer._chosen_sms)
-
-    @staticmethod
-    def _say_of_config(config: Config | None) -> None:
-        if config is not None:
-            say_without_effect("config", "Buffer.set_num_sms has one")

@@ -58,7 +58,7 @@ class Routing(NamedTuple):
 
 
 def dispatch(
-    pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int, num_channels: int
+    pool: Pool, rows: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int, num_channels: int
 ) -> tuple[Received, HandlePlans]:
     """Dispatch with a new routing. The arguments and what is received are those of ``Buffer.dispatch``."""
     num_ranks, exact, is_distinct = pool.group.size(), envs.deep_ep_exact(), False

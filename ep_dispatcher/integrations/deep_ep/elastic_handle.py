@@ -83,10 +83,9 @@ class EPHandle(Plans):
             return
         say_missing("recv_src_metadata, dst_buffer_slot_idx and psum_num_recv_tokens_per_scaleup_rank (but its end)")
         self.recv_src_metadata = missing(self.num_recv_tokens or 0, 2 + num_topk, device=device)
-        self.psum_num_recv_tokens_per_scaleup_rank = missing(self._topology.ranks_per_node, device=device)
+        self.psum_num_recv_tokens_per_scaleup_rank = missing(self._topology.ranks_per_node, device=device).contiguous()
         if out.topk_idx is not None:
             received = self.num_rows if self._waits else (out.topk_idx >= 0).any(1).sum()
-            self.psum_num_recv_tokens_per_scaleup_rank = self.psum_num_recv_tokens_per_scaleup_rank.contiguous()
             self.psum_num_recv_tokens_per_scaleup_rank[-1] = received
 
     def tensors(self) -> list[Tensor]:
@@ -98,7 +97,7 @@ class EPHandle(Plans):
         """Fill what tells the source of each received token, by a dispatch of 16 bytes for each."""
         idx, most, device = self.topk_idx, self.num_max_tokens_per_rank, self.topk_idx.device
         sent = numbered_rows(len(idx), self._topology.rank * most, device)
-        out = self.dispatch(SMALLEST, sent, None, "rank")
+        out = self.dispatch(SMALLEST, sent)
         assert isinstance(out.x, Tensor) and out.topk_idx is not None  # rows in rank layout
         source, here = out.x.view(torch.int32)[:, 0], out.topk_idx
         is_here = here >= 0

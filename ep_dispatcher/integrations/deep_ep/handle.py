@@ -72,14 +72,16 @@ class Plans:
         """Return the topk_idx of a new plan, its number of experts, and other arguments of a dispatch that makes it."""
         raise NotImplementedError
 
-    def dispatch(self, kind: Kind, rows: Any, topk_weights: Tensor | None, layout: str) -> ep.DispatchOutput:
+    def dispatch(
+        self, kind: Kind, rows: Any, topk_weights: Tensor | None = None, layout: str = "rank"
+    ) -> ep.DispatchOutput:
         buffer, how = self._find(kind, layout)
         out = buffer.dispatch(rows, topk_weights=topk_weights, **how)
         if "handle" not in how:
             self._plans[kind, layout] = buffer, out.handle
         return out
 
-    def combine(self, y: Tensor, topk_weights: Tensor | None, layout: str) -> ep.CombineOutput:
+    def combine(self, y: Tensor, topk_weights: Tensor | None = None, layout: str = "rank") -> ep.CombineOutput:
         kind = Kind(y.shape[1], y.dtype)
         buffer, how = self._find(kind, layout)
         if "handle" not in how:
@@ -137,13 +139,13 @@ class HandlePlans(Plans):
     def sums(self, y: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the sums of rows, and of their weights if they are given."""
         if topk_weights is None:
-            return self.combine(y, None, "rank").x, None
+            return self.combine(y).x, None
         num_topk = topk_weights.shape[1]
         if not envs.deep_ep_exact() and self._weights_of == (Kind(y.shape[1], y.dtype), num_topk):
-            out = self.combine(y, self._summable(topk_weights), "rank")
+            out = self.combine(y, self._summable(topk_weights))
             return out.x, out.topk_weights
         wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
-        return self.combine(y, None, "rank").x, self.combine(wide, None, "rank").x[:, :num_topk].contiguous()
+        return self.combine(y).x, self.combine(wide).x[:, :num_topk].contiguous()
 
     def _summable(self, topk_weights: Tensor) -> Tensor:
         """Return the weights for a combine. It ignores those of experts on other ranks, so these must be 0.

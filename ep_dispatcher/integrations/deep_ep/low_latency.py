@@ -15,10 +15,10 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs, float8
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
-from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap, outside_graphs
+from ep_dispatcher.integrations.deep_ep.events import EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import carried_by, carrying, missing, say_missing
 from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, refuse_repeated, refuse_unless, version_of
-from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool
+from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool, PoolUser
 from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
 
 _ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
@@ -56,12 +56,11 @@ class Trip:
 
         Refuse experts that the token was not dispatched to.
         """
-        is_unchanged = version_of(self.topk_idx) == self._version
-        if is_unchanged and is_same_memory(topk_idx, self.topk_idx):
-            return topk_weights
-        if not is_unchanged:
+        if version_of(self.topk_idx) != self._version:
             allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
             checks.fail("topk_idx", "a tensor that was changed in place after the dispatch", allowed)
+        if is_same_memory(topk_idx, self.topk_idx):
+            return topk_weights
         is_chosen = topk_idx >= 0
         same = (topk_idx[:, :, None] == self.topk_idx[:, None, :]) & is_chosen[:, :, None]
         allowed = "experts that the token was dispatched to, or -1"
@@ -99,14 +98,16 @@ def measure(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> None:
 
 
 @outside_graphs
-class LowLatency:
+class LowLatency(PoolUser):
     """Methods of Buffer, which sets these attributes."""
 
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-    _comm: CommStream
-    _live_pool: Callable[[], Pool]
+    _chosen_sms: int | None = None  # by Buffer.set_num_sms; None: the engine's default
+
+    def _live_pool(self) -> Pool:
+        return self._pool_for(self._chosen_sms)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Only check the arguments: no other operation shares the memory, and it starts clean."""
