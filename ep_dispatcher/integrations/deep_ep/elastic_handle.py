@@ -83,7 +83,7 @@ class EPHandle(Plans):
             return
         say_missing("recv_src_metadata, dst_buffer_slot_idx and psum_num_recv_tokens_per_scaleup_rank (but its end)")
         self.recv_src_metadata = missing(self.num_recv_tokens or 0, 2 + num_topk, device=device)
-        self.psum_num_recv_tokens_per_scaleup_rank = missing(self._topology.ranks_per_node, device=device).contiguous()
+        self.psum_num_recv_tokens_per_scaleup_rank = missing(self._topology.ranks_per_node, device=device).clone()
         if out.topk_idx is not None:
             received = self.num_rows if self._waits else (out.topk_idx >= 0).any(1).sum()
             self.psum_num_recv_tokens_per_scaleup_rank[-1] = received
@@ -102,7 +102,7 @@ class EPHandle(Plans):
         source, here = out.x.view(torch.int32)[:, 0], out.topk_idx
         is_here = here >= 0
         self.num_recv_tokens = len(source)
-        self.recv_src_metadata = missing(len(source), 2 + idx.shape[1], device=device).contiguous()
+        self.recv_src_metadata = missing(len(source), 2 + idx.shape[1], device=device).clone()
         self.recv_src_metadata[:, 0] = source
         if self.do_expand:
             experts = torch.arange(self.num_local, dtype=here.dtype, device=device)
