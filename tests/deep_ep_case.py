@@ -14,6 +14,7 @@ import torch.distributed as dist
 from conftest import as_test
 from torch import Tensor
 
+from ep_dispatcher import reference
 from ep_dispatcher.integrations.deep_ep import Buffer
 from ep_dispatcher.tools.testing import device_of
 
@@ -29,11 +30,7 @@ class Case:
     ranks_per_node: int | None = None
     exact: bool = False
     lengths: tuple[int, ...] = LENGTHS
-    experts: int = EXPERTS
-
-    @property
-    def local(self) -> int:
-        return self.experts // RANKS
+    experts = EXPERTS
 
 
 def on_ranks(*fields: str, **fixed: Any) -> Callable:
@@ -110,9 +107,9 @@ class Data:
         """Those that a combine gives back: 0 where there is no expert."""
         return torch.where(self.topk_idx[rank] >= 0, self.weights[rank], 0.0)
 
-    def in_rank(self, case: Case, source: int, rank: int) -> Tensor:
+    def in_rank(self, source: int, rank: int) -> Tensor:
         """bool [tokens of source]: has an expert of rank."""
-        return (self.topk_idx[source] // case.local == rank).any(1)
+        return (self.topk_idx[source] // LOCAL == rank).any(1)
 
 
 def make_data(case: Case, rank: int, *, seed: int = 0, dtype=torch.bfloat16, hidden: int = HIDDEN) -> Data:
@@ -121,7 +118,7 @@ def make_data(case: Case, rank: int, *, seed: int = 0, dtype=torch.bfloat16, hid
     device, x, topk_idx, weights = device_of(case.engine, rank), [], [], []
     for length in case.lengths:
         x.append(torch.randn(length, hidden, generator=generator).to(device, dtype))
-        chosen = torch.rand(length, case.experts, generator=generator).topk(TOPK).indices
+        chosen = torch.rand(length, EXPERTS, generator=generator).topk(TOPK).indices
         chosen[torch.rand(length, TOPK, generator=generator) < 0.2] = -1
         chosen[length // 2 : length // 2 + 1] = -1
         topk_idx.append(chosen.to(device))
@@ -129,18 +126,31 @@ def make_data(case: Case, rank: int, *, seed: int = 0, dtype=torch.bfloat16, hid
     return Data(x, topk_idx, weights)
 
 
-def expected_rows(data: Data, case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+def expected(data: Data, rank: int, **layout: Any) -> reference.Dispatched:
+    """What the definition gives to a rank, on the CPU."""
+    x = [tuple(t.cpu() for t in one) if isinstance(one, tuple) else one.cpu() for one in data.x]
+    idx, weights = ([t.cpu() for t in each] for each in (data.topk_idx, data.weights))
+    return reference.dispatch(x, idx, weights, num_experts=EXPERTS, **layout)[rank]
+
+
+def expected_rows(data: Data, rank: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """What rank receives: rows, local experts or -1, weights or 0, tokens of each local expert."""
-    taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
-    rows = torch.cat([x[mask] for x, mask in zip(data.x, taken)])
-    idx = torch.cat([idx[mask] for idx, mask in zip(data.topk_idx, taken)])
-    weights = torch.cat([w[mask] for w, mask in zip(data.weights, taken)])
-    here = idx // case.local == rank
-    local_idx = torch.where(here, idx - rank * case.local, -1)
-    counts = [int((local_idx == expert).sum()) for expert in range(case.local)]
-    return rows, local_idx, torch.where(here, weights, 0.0), counts
+    out, device = expected(data, rank, layout="rank"), data.x[0].device
+    tensors = (t.to(device) for t in (out.x, out.topk_idx, out.topk_weights))
+    return *tensors, out.tokens_per_expert.tolist()
 
 
-def num_ranks_of(data: Data, case: Case, source: int) -> Tensor:
+def assert_received(received: tuple, data: Data, rank: int, alignment: int = 1, worst: int = 0) -> None:
+    """What a dispatch returns is what rank receives. Behind it are rows without experts, up to ``worst``."""
+    rows, local_idx, weights, counts = expected_rows(data, rank)
+    recv_x, recv_idx, recv_weights, recv_list = received[:4]
+    num = len(rows)
+    assert torch.equal(recv_x[:num], rows) and recv_x.shape == (worst or num, rows.shape[1])
+    assert torch.equal(recv_idx[:num], local_idx) and torch.equal(recv_weights[:num], weights)
+    assert recv_idx.shape == (worst or num, TOPK) and bool((recv_idx[num:] == -1).all())
+    assert recv_list == ([] if worst else [-(-count // alignment) * alignment for count in counts])
+
+
+def num_ranks_of(data: Data, source: int) -> Tensor:
     """float32 [tokens, 1]: to how many ranks each token goes."""
-    return sum(data.in_rank(case, source, rank) for rank in range(RANKS))[:, None].float()
+    return sum(data.in_rank(source, rank) for rank in range(RANKS))[:, None].float()

@@ -1,4 +1,4 @@
-"""The calls that SGLang 0.5.23, vLLM and xtuner make, with their keywords: each works, or says why not."""
+"""The calls that SGLang 0.5.23, vLLM and nemo-automodel make, with their keywords: each works, or says why not."""
 
 import importlib.util
 from pathlib import Path
@@ -11,8 +11,8 @@ from deep_ep_case import (
     HIDDEN,
     LOCAL,
     RANKS,
-    TOPK,
     Case,
+    assert_received,
     environment,
     expected_rows,
     install,
@@ -27,33 +27,27 @@ PLAIN = dict(previous_event=None, async_finish=False, allocate_on_comm_stream=Fa
 
 
 def sizes(buffer_class) -> tuple[int, int]:
-    """Bytes as all three programs ask for them."""
+    """Bytes as the programs ask for them."""
     configs = buffer_class.get_dispatch_config(RANKS), buffer_class.get_combine_config(RANKS)
     nvl = max(config.get_nvl_buffer_size_hint(2 * HIDDEN, RANKS) for config in configs)
     rdma = max(config.get_rdma_buffer_size_hint(2 * HIDDEN, RANKS) for config in configs)
     return nvl, max(rdma, buffer_class.get_low_latency_rdma_size_hint(MOST, HIDDEN, RANKS, EXPERTS))
 
 
-def run_dispatch(buffer, data, case: Case, rank: int, of_layout: dict, of_dispatch: dict):
+def run_dispatch(buffer, data, rank: int, of_layout: dict, of_dispatch: dict):
     """A layout and a dispatch with all keywords, which bring the right rows. Return what the dispatch returns."""
     idx, weights = data.topk_idx[rank], data.weights[rank]
     per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
         topk_idx=idx, num_experts=EXPERTS, **of_layout
     )
+    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, num_tokens_per_expert=per_expert)
+    options = dict(previous_event=event if of_layout["async_finish"] else None) | of_dispatch
     found = buffer.dispatch(
-        x=data.x[rank],
-        topk_idx=idx,
-        topk_weights=weights,
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        **dict(previous_event=event if of_layout["async_finish"] else None) | of_dispatch,
+        x=data.x[rank], topk_idx=idx, topk_weights=weights, is_token_in_rank=in_rank, **layout, **options
     )
-    if found[-1].event is not None:
-        found[-1].current_stream_wait()
-    rows, *_ = expected_rows(data, case, rank)
-    assert torch.equal(found[0], rows) and found[2].shape == (len(rows), TOPK)
+    with found[-1]:
+        pass
+    assert_received(found, data, rank, options.get("expert_alignment", 1))
     return found
 
 
@@ -76,24 +70,15 @@ def test_calls_of_sglang(rank: int, case: Case):
         for async_finish in (True, False):
             overlap = dict(async_finish=async_finish, allocate_on_comm_stream=async_finish)
             event = Buffer.capture() if async_finish else None
-            recv_x, _, _, counts, handle, _ = run_dispatch(
-                buffer,
-                data,
-                case,
-                rank,
-                overlap | dict(previous_event=event),
-                overlap | dict(expert_alignment=128, config=None),
-            )
-            assert all(count % 128 == 0 for count in counts)
+            of_layout, of_dispatch = dict(previous_event=event), dict(expert_alignment=128, config=None)
+            recv_x, _, _, _, handle, _ = run_dispatch(buffer, data, rank, overlap | of_layout, overlap | of_dispatch)
             buffer.combine(recv_x, handle, **overlap, previous_event=event, config=None)
         buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
 
         def decode(hook: bool, **overlap):
-            recv_x, count, handle, event, receive = buffer.low_latency_dispatch(
-                x, idx, MOST, EXPERTS, use_fp8=False, async_finish=not hook, return_recv_hook=hook
-            )
-            receive() if hook else event.current_stream_wait()
             how = dict(async_finish=not hook, return_recv_hook=hook)
+            recv_x, _, handle, event, receive = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False, **how)
+            receive() if hook else event.current_stream_wait()
             combined, event, receive = buffer.low_latency_combine(
                 x=recv_x, topk_idx=idx, topk_weights=weights, handle=handle, **how, **overlap
             )
@@ -124,7 +109,7 @@ def test_calls_of_vllm(rank: int, case: Case):
         buffer = deep_ep.Buffer(low_latency_mode=False, num_qps_per_rank=1, **options)
         deep_ep.Buffer.set_num_sms(20)
         of_dispatch = dict(handle=None, expert_alignment=1, config=deep_ep.Buffer.get_dispatch_config(RANKS))
-        recv_x, _, _, _, handle, event = run_dispatch(buffer, data, case, rank, PLAIN, PLAIN | of_dispatch)
+        recv_x, _, _, _, handle, event = run_dispatch(buffer, data, rank, PLAIN, PLAIN | of_dispatch)
         assert event.event is None
         config = deep_ep.Buffer.get_combine_config(RANKS)
         buffer.combine(x=recv_x, handle=handle, topk_weights=None, config=config, **PLAIN)
@@ -150,38 +135,13 @@ def test_calls_of_vllm(rank: int, case: Case):
         buffer.destroy()
 
 
-@on_ranks()
-def test_calls_of_xtuner(rank: int, case: Case):
-    """test_deep_ep_handles.py has its autograd functions."""
-    data = make_data(case, rank)
-    with environment(case):
-        install(rank)
-        from deep_ep import Buffer, EventOverlap
-        from deep_ep_cpp import EventHandle
-
-        Buffer.set_num_sms(20)
-        nvl, rdma = sizes(Buffer)
-        options = dict(low_latency_mode=True, num_qps_per_rank=max(LOCAL, Buffer.num_sms // 2))
-        buffer = Buffer(dist.group.WORLD, nvl, rdma, **options)
-        assert buffer.group == dist.group.WORLD and nvl <= buffer.num_nvl_bytes and rdma <= buffer.num_rdma_bytes
-        overlap = dict(async_finish=True, allocate_on_comm_stream=True)
-        for first in (PLAIN | dict(async_finish=True), overlap | dict(previous_event=EventOverlap(EventHandle()))):
-            recv_x, _, recv_weights, _, handle, _ = run_dispatch(buffer, data, case, rank, first, overlap)
-            later = overlap | dict(previous_event=EventOverlap(EventHandle()))
-            combined, weights, event = buffer.combine(recv_x, handle, topk_weights=recv_weights, **later)
-            event.current_stream_wait()
-            assert torch.equal(weights, data.weights[rank].where(data.topk_idx[rank] >= 0, 0.0))
-            again, *_, event = buffer.dispatch(combined, handle=handle, **later)
-            event.current_stream_wait()
-            assert again.shape == recv_x.shape
-
-
-def run_repeated(rank: int, case: Case, num_worst_tokens: int):
+@pytest.mark.parametrize("exact, num_worst_tokens", [(True, 0), (True, 80), (False, 0)])
+@on_ranks("exact")
+def test_an_expert_twice_in_a_token(rank: int, case: Case, num_worst_tokens: int):
     """An expert twice in some tokens, as vLLM's simulated routing draws them."""
     data = make_data(case, rank)
     for idx in data.topk_idx:
         idx[::2, 1] = idx[::2, 0]
-    rows, local_idx, weights, counts = expected_rows(data, case, rank)
     with opened(case) as buffer:
         layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
 
@@ -189,13 +149,11 @@ def run_repeated(rank: int, case: Case, num_worst_tokens: int):
             return buffer.dispatch(data.x[rank], **layout, expert_alignment=4, num_worst_tokens=num_worst_tokens)
 
         if case.exact:
-            recv_x, recv_idx, recv_weights, recv_list, handle, _ = dispatch()
-            assert torch.equal(recv_x[: len(rows)], rows) and torch.equal(recv_idx[: len(rows)], local_idx)
-            assert torch.equal(recv_weights[: len(rows)], weights) and bool((recv_idx[len(rows) :] == -1).all())
-            assert recv_list == ([] if num_worst_tokens else [-(-count // 4) * 4 for count in counts])
+            received = recv_x, _, recv_weights, _, handle, _ = dispatch()
+            assert_received(received, data, rank, alignment=4, worst=num_worst_tokens)
             combined = buffer.combine(recv_x, handle, topk_weights=recv_weights)[1]
-            assert torch.equal(combined, data.weights[rank].where(data.topk_idx[rank] >= 0, 0.0))
-        elif len(data.x[rank]):
+            assert torch.equal(combined, data.given_weights(rank))
+        elif len(data.x[rank]) and case.engine == "cpu":  # on a GPU the engine finds it late
             with pytest.raises(NotImplementedError, match="expert twice .*EP_DISPATCHER_DEEP_EP_EXACT=1"):
                 dispatch()
         if len(data.x[rank]) and case.engine == "cpu":
@@ -203,21 +161,14 @@ def run_repeated(rank: int, case: Case, num_worst_tokens: int):
                 buffer.low_latency_dispatch(data.x[rank], data.topk_idx[rank], MOST, EXPERTS, use_fp8=False)
 
 
-@pytest.mark.parametrize("num_worst_tokens", [0, 80])
-def test_an_expert_twice_in_a_token(pools, engine, num_worst_tokens):
-    pools(RANKS).run(run_repeated, Case(engine, exact=True), num_worst_tokens)
-
-
-def test_an_expert_twice_in_a_token_is_refused_without_exact_handles(pools):
-    pools(RANKS).run(run_repeated, Case("cpu"), 0)  # on a GPU the engine finds it late
-
-
 # ---- nemo-automodel -------------------------------------------------------------------------------------------------
 
 NEMO = importlib.util.find_spec("nemo_automodel")
 
 
-def run_nemo(rank: int, case: Case):
+@pytest.mark.skipif(NEMO is None, reason="no nemo-automodel: .ci/run installs its wheel")
+@on_ranks()
+def test_nemo_automodel(rank: int, case: Case):
     """components/moe/megatron/fused_a2a.py as in the wheel: a layer with gradients, and a recompute by its recorder."""
     data = make_data(case, rank, dtype=torch.float32)
     idx = data.topk_idx[rank]
@@ -237,7 +188,7 @@ def run_nemo(rank: int, case: Case):
                     seen.append(fused.fused_dispatch(*arguments, **options))
             rows, recv_idx, recv_weights, counts, handle = seen[0]
             assert torch.equal(seen[1][0], rows) and recorder.replay_misses == 0
-            assert counts.tolist() == expected_rows(data, case, rank)[3]
+            assert counts.tolist() == expected_rows(data, rank)[3]
             y = rows * (recv_weights * torch.where(recv_idx >= 0, 1.0 + recv_idx, 0.0)).sum(1, keepdim=True)
             out, _ = fused.fused_combine(y, dist.group.WORLD, handle, **options)
             scales = torch.where(idx >= 0, 1.0 + idx % LOCAL, 0.0)
@@ -246,8 +197,3 @@ def run_nemo(rank: int, case: Case):
             grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
             for a, b in zip(*(torch.autograd.grad(one, (x, weights), grad) for one in (out, dense))):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.skipif(NEMO is None, reason="no nemo-automodel: .ci/run installs its wheel")
-def test_nemo_automodel(pools, engine):
-    pools(RANKS).run(run_nemo, Case(engine))

@@ -1,32 +1,40 @@
 """``deep_ep.ElasticBuffer`` of DeepEP 2: both layouts against the reference, handles, callers, and what is refused."""
 
+import contextlib
+from dataclasses import replace
 from itertools import product
 
+import conftest
+import deep_ep_case
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_case import EXPERTS, HIDDEN, LOCAL, RANKS, TOPK, Case, environment, install, make_data
+from deep_ep_case import EXPERTS, HIDDEN, LOCAL, RANKS, TOPK, Case, environment, install, make_data, on_ranks
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
+from ep_dispatcher.integrations.deep_ep import ElasticBuffer, config
 
 MOST, ALIGNMENT = 24, 16
 LARGEST = torch.iinfo(torch.int32).max
 
 
-def opened(**options):
-    """An ElasticBuffer as the programs make it."""
-    from deep_ep import ElasticBuffer
+@contextlib.contextmanager
+def opened(case: Case, rank: int, **options):
+    """An ElasticBuffer as the programs make it, in the case's environment."""
+    with environment(case):
+        install(rank)
+        from deep_ep import ElasticBuffer
 
-    sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK)
-    return ElasticBuffer(dist.group.WORLD, **sizes, **dict(explicitly_destroy=True) | options)
+        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, explicitly_destroy=True)
+        buffer = ElasticBuffer(dist.group.WORLD, **sizes | options)
+        yield buffer
+        buffer.destroy()
 
 
 def expected(data, rank: int, expand: bool, alignment: int = 1, x=None) -> reference.Dispatched:
-    to_cpu = [[t.cpu() for t in tensors] for tensors in (data.topk_idx, data.weights)]
-    x = [tuple(t.cpu() for t in one) if isinstance(one, tuple) else one.cpu() for one in (data.x if x is None else x)]
     layout = dict(layout="expert" if expand else "rank", expert_alignment=alignment)
-    return reference.dispatch(x, *to_cpu, num_experts=EXPERTS, **layout)[rank]
+    return deep_ep_case.expected(data if x is None else replace(data, x=x), rank, **layout)
 
 
 def assert_rows(given, wanted, num_rows: int):
@@ -71,23 +79,22 @@ def assert_sources(handle, rank: int, data, wanted, local_ranks: int):
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == psum
 
 
-def run_layouts(rank: int, case: Case, expand: bool, waits: bool):
+@pytest.mark.parametrize("expand, waits", list(product((False, True), repeat=2)))
+@pytest.mark.parametrize("ranks_per_node, exact", [(None, False), (None, True), (2, True)])
+@on_ranks("ranks_per_node", "exact")
+def test_layouts(rank: int, case: Case, expand: bool, waits: bool):
     data = make_data(case, rank)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
-    pairs = [tuple(ep.quantize(one)) for one in data.x]
-    with environment(case):
-        install(rank)
-        buffer = opened()
-        local_ranks = case.ranks_per_node or RANKS
-        assert (
-            buffer.get_logical_domain_size() == buffer.get_physical_domain_size() == (RANKS // local_ranks, local_ranks)
-        )
+    pairs, local_ranks = [tuple(ep.quantize(one)) for one in data.x], case.ranks_per_node or RANKS
+    with opened(case, rank) as buffer:
+        domain = RANKS // local_ranks, local_ranks
+        assert buffer.get_logical_domain_size() == buffer.get_physical_domain_size() == domain
         assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(rank, local_ranks)
         stats = torch.ones(LOCAL, dtype=torch.int32, device=x.device)
         sizes = dict(num_experts=EXPERTS, expert_alignment=ALIGNMENT, do_cpu_sync=waits, do_expand=expand)
         for value, all_values in ((x, data.x), (pairs[rank], pairs)):
             wanted = expected(data, rank, expand, ALIGNMENT, all_values)
-            num_rows = wanted.topk_weights.shape[0] if waits else most_rows(expand)
+            num_rows = len(wanted.topk_weights) if waits else most_rows(expand)
             recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
                 value, idx, weights, stats, **sizes, use_tma_aligned_col_major_sf=True, do_zero_padding=expand
             )
@@ -106,9 +113,8 @@ def run_layouts(rank: int, case: Case, expand: bool, waits: bool):
             if case.exact:
                 assert_sources(handle, rank, data, wanted, local_ranks)
             else:
-                assert (
-                    bool((handle.recv_src_metadata == LARGEST).all()) and handle.recv_src_metadata.shape[1] == 2 + TOPK
-                )
+                assert handle.recv_src_metadata.shape[1] == 2 + TOPK
+                assert bool((handle.recv_src_metadata == LARGEST).all())
             assert torch.equal(handle.topk_idx, idx) and handle.topk_idx.data_ptr() != idx.data_ptr() or not len(idx)
             # The same routing again: other rows, other sizes of rows, the other layout.
             for again, same in ((pairs, expand), ([one.float() for one in data.x], expand), (data.x, not expand)):
@@ -122,7 +128,6 @@ def run_layouts(rank: int, case: Case, expand: bool, waits: bool):
         assert torch.equal(stats.cpu(), 1 + 2 * expected(data, rank, expand).tokens_per_expert.int())
         run_combines(buffer, rank, case, data, expand, handle)
         buffer.barrier(with_cpu_sync=True)
-        buffer.destroy()
 
 
 def run_combines(buffer, rank: int, case: Case, data, expand: bool, handle):
@@ -152,12 +157,6 @@ def run_combines(buffer, rank: int, case: Case, data, expand: bool, handle):
     buffer.allow_multiple_reduction = True
 
 
-@pytest.mark.parametrize("expand, waits", list(product((False, True), repeat=2)))
-@pytest.mark.parametrize("nodes, exact", [(None, False), (None, True), (2, True)])
-def test_layouts(pools, engine, expand, waits, nodes, exact):
-    pools(RANKS).run(run_layouts, Case(engine, nodes, exact), expand, waits)
-
-
 # ---- callers: each makes the calls of its program, with the program's keywords --------------------------------------
 
 
@@ -178,17 +177,15 @@ def expected_layer(data, rank: int, x, weights):
     return x * (weights * scales).sum(1, keepdim=True)
 
 
-def run_deepspeed(rank: int, case: Case):
+@on_ranks()
+def test_deepspeed(rank: int, case: Case):
     """As DeepSpeed 0.19.8's autograd functions: a dispatch is the backward of a combine, and the reverse."""
     data = make_data(case, rank, dtype=torch.float32)
     x, weights = data.x[rank].requires_grad_(), data.weights[rank].requires_grad_()
-    with environment(case):
-        install(rank)
-        import deep_ep
+    with opened(case, rank, num_allocated_qps=16, allow_hybrid_mode=True, use_fp8_dispatch=False) as buffer:
+        from deep_ep import topk_idx_t
 
-        options = dict(num_allocated_qps=16, allow_hybrid_mode=True, use_fp8_dispatch=False)
-        buffer = opened(**options)
-        keywords = dict(topk_idx=data.topk_idx[rank].to(deep_ep.topk_idx_t), topk_weights=weights.detach().float())
+        keywords = dict(topk_idx=data.topk_idx[rank].to(topk_idx_t), topk_weights=weights.detach().float())
         layout = dict(num_experts=EXPERTS, do_expand=True, expert_alignment=1)
         recv_x, _, recv_weights, handle, _ = buffer.dispatch(x.detach(), **keywords, **layout, num_sms=12)
         rows, row_weights = recv_x.requires_grad_(), recv_weights.requires_grad_()
@@ -204,68 +201,50 @@ def run_deepspeed(rank: int, case: Case):
         dense = expected_layer(data, rank, x, weights)
         for a, b in zip((out, grad_x, grad_topk), (dense, *torch.autograd.grad(dense, (x, weights), grad))):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-        buffer.destroy()
 
 
-def test_deepspeed(pools, engine):
-    pools(RANKS).run(run_deepspeed, Case(engine))
-
-
-def run_serving(rank: int, case: Case):
-    """As SGLang 0.5.23 and vLLM's main branch in 2026-11, decoding and prefilling."""
+@on_ranks()
+def test_sglang(rank: int, case: Case):
+    """As SGLang 0.5.23, decoding and prefilling."""
     data = make_data(case, rank)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
-    wanted = expected_layer(data, rank, x.float(), weights)
-    with environment(case):
-        install(rank)
-        from deep_ep import ElasticBuffer
-
-        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, use_fp8_dispatch=True)
-        sglang = ElasticBuffer(
-            dist.group.WORLD, **sizes, allow_hybrid_mode=False, sl_idx=0, prefer_overlap_with_compute=False
-        )
-        assert sglang.num_bytes > 0 and sglang.get_logical_domain_size() == (1, RANKS)
-        vllm = ElasticBuffer(dist.group.WORLD, **sizes, explicitly_destroy=True, allow_multiple_reduction=False)
-        for expand, waits in product((True, False), repeat=2):  # SGLang
-            keywords = dict(topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, num_max_tokens_per_rank=MOST)
-            recv_x, recv_idx, recv_weights, handle, event = sglang.dispatch(
-                tuple(ep.quantize(x)),
-                **keywords,
-                expert_alignment=128,
-                num_sms=24,
-                use_tma_aligned_col_major_sf=True,
-                do_cpu_sync=waits,
-                do_expand=expand,
+    options = dict(use_fp8_dispatch=True, allow_hybrid_mode=False, sl_idx=0, prefer_overlap_with_compute=False)
+    with opened(case, rank, **options) as buffer:
+        assert buffer.num_bytes > 0 and buffer.get_logical_domain_size() == (1, RANKS)
+        keywords = dict(topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, num_max_tokens_per_rank=MOST)
+        keywords |= dict(expert_alignment=128, num_sms=24, use_tma_aligned_col_major_sf=True)
+        for expand, waits in product((True, False), repeat=2):
+            recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
+                tuple(ep.quantize(x)), **keywords, do_cpu_sync=waits, do_expand=expand
             )
             assert event.event is None
             rows = ep.dequantize(ep.QuantizedRows(recv_x[0], recv_x[1].contiguous()))
             y = scaled(rows.float(), recv_idx, recv_weights, handle).to(torch.bfloat16)
-            combined, back, event = sglang.combine(y, handle=handle, topk_weights=recv_weights)
+            combined, back, event = buffer.combine(y, handle=handle, topk_weights=recv_weights)
+            wanted = expected_layer(data, rank, x.float(), weights)
             torch.testing.assert_close(combined.float(), wanted, rtol=0.1, atol=0.1)
             assert torch.equal(back, weights.where(idx >= 0, 0.0))
-        for expand in (True, False):  # vLLM
-            most = None if expand else 1 << (max(case.lengths) - 1).bit_length()
-            recv_x, recv_idx, recv_weights, handle, event = vllm.dispatch(
-                x=x,
-                topk_idx=idx,
-                topk_weights=weights,
-                num_experts=EXPERTS,
-                num_max_tokens_per_rank=min(most, MOST) if most else None,
-                do_expand=expand,
-                do_cpu_sync=expand,
-                async_with_compute_stream=False,
+
+
+@on_ranks()
+def test_vllm(rank: int, case: Case):
+    """As vLLM's main branch in 2026-11."""
+    data = make_data(case, rank)
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+    with opened(case, rank, use_fp8_dispatch=True, allow_multiple_reduction=False) as buffer:
+        for expand in (True, False):
+            keywords = dict(num_experts=EXPERTS, do_expand=expand, do_cpu_sync=expand, async_with_compute_stream=False)
+            most = None if expand else min(1 << (max(case.lengths) - 1).bit_length(), MOST)
+            recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
+                x=x, topk_idx=idx, topk_weights=weights, num_max_tokens_per_rank=most, **keywords
             )
             y = scaled(recv_x.float(), recv_idx, recv_weights, handle).to(torch.bfloat16)
             keywords = dict(async_with_compute_stream=True, allocate_on_comm_stream=True)
-            combined, _, event = vllm.combine(x=y, handle=handle, topk_weights=None, **keywords)
+            combined, _, event = buffer.combine(x=y, handle=handle, topk_weights=None, **keywords)
             event.current_stream_wait(release_handle=True)
             assert event.event is None
+            wanted = expected_layer(data, rank, x.float(), weights)
             torch.testing.assert_close(combined.float(), wanted, rtol=2e-2, atol=2e-2)
-        vllm.destroy()
-
-
-def test_sglang_and_vllm(pools, engine):
-    pools(RANKS).run(run_serving, Case(engine))
 
 
 def run_torchtitan(rank: int, backend: str) -> list[tuple[float, float]]:
@@ -290,13 +269,12 @@ def test_torchtitan(pools):
 # ---- streams, and what is refused or has no effect ------------------------------------------------------------------
 
 
-def run_events(rank: int, case: Case):
+@on_ranks()
+def test_events(rank: int, case: Case):
     data = make_data(case, rank)
     x, idx = data.x[rank], data.topk_idx[rank]
     wanted = expected(data, rank, False).x
-    with environment(case):
-        install(rank)
-        buffer = opened(num_gpu_timeout_secs=30)
+    with opened(case, rank, num_gpu_timeout_secs=30) as buffer:
         sizes = dict(num_experts=EXPERTS, do_handle_copy=False)
         for finish, before in product((True, False), repeat=2):
             keywords = dict(previous_event=buffer.capture(), allocate_on_comm_stream=True) if before else {}
@@ -310,11 +288,6 @@ def run_events(rank: int, case: Case):
             if finish:
                 event.current_stream_wait()
             assert torch.equal(combined, buffer.combine(rows, handle)[0])
-        buffer.destroy()
-
-
-def test_events(pools, engine):
-    pools(RANKS).run(run_events, Case(engine))
 
 
 MISTAKES = [
@@ -334,69 +307,58 @@ BESIDE = [
     (dict(topk_idx=torch.zeros(2, TOPK)), "topk_idx: given a tensor beside handle"),
     (dict(cumulative_local_expert_recv_stats=torch.zeros(2)), "cumulative_local_expert_recv_stats: given a tensor"),
 ]
-REFUSED = "engram_write engram_fetch pp_set_config pp_send pp_recv create_agrs_session destroy_agrs_session all_gather"
+REFUSED = "engram_write engram_fetch pp_set_config pp_send pp_recv create_agrs_session destroy_agrs_session all_gather "
+REFUSED += "get_engram_storage_size_hint get_pp_buffer_size_hint get_agrs_buffer_size_hint"
 HINTS = dict(prefer_overlap_with_compute=False, sl_idx=0, num_allocated_qps=9, num_cpu_timeout_secs=1)
 
 
-def run_refusals(rank: int):
+@conftest.on_ranks(1)
+def test_refusals_and_hints(rank: int):
     """One rank alone: nothing of this is sent."""
-    from ep_dispatcher.integrations.deep_ep import config
-
-    said = []
-    with environment(Case("cpu")), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config.logger, "warning", lambda text, *args: said.append(text % args))
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config.logger, "warning", lambda text, *args: lines.append(text % args))
         patch.setattr(config, "_said", set())
-        install(rank)
-        for _ in range(2):
-            buffer = opened(**HINTS)
-        assert buffer.get_theoretical_num_sms(EXPERTS, TOPK) == 24 and buffer.get_theoretical_num_qps(24) == 9
-        idx = torch.arange(2 * TOPK).view(2, TOPK)
-        keywords = dict(x=torch.zeros(2, HIDDEN, dtype=torch.bfloat16), topk_idx=idx, num_experts=EXPERTS, num_qps=9)
-        *_, handle, _ = buffer.dispatch(**keywords)
-        for wrong, text in MISTAKES:
-            with pytest.raises(ValueError, match=text):
-                buffer.dispatch(**keywords | wrong)
-        for wrong, text in BESIDE:
-            with pytest.raises(ValueError, match=text):
-                buffer.dispatch(keywords["x"], handle=handle, **wrong)
-        for name in [*HINTS, "num_qps"]:
-            assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in said) == 1
-        buffer.dispatch(keywords["x"], handle=handle, num_sms=8)
-        assert said[-1].endswith("num_sms: given 8; memory that was made before keeps 24 multiprocessors")
-        for name in REFUSED.split():
-            with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):
-                getattr(buffer, name)()
-        for name in ("get_engram_storage_size_hint", "get_pp_buffer_size_hint", "get_agrs_buffer_size_hint"):
-            with pytest.raises(NotImplementedError, match=name):
-                getattr(type(buffer), name)(1, 2)
-        with pytest.raises(NotImplementedError, match="num_cpu_bytes"):
-            opened(num_cpu_bytes=1)
-        with pytest.raises(NotImplementedError, match="num_scaleout_topk"):
-            buffer.get_theoretical_num_sms(EXPERTS, TOPK, 1)
-        with pytest.raises(ValueError, match="destroy: given a buffer made without explicitly_destroy"):
-            opened(explicitly_destroy=False).destroy()
-        hint = type(buffer).get_buffer_size_hint
-        assert hint(dist.group.WORLD, 8, 512) % (2 << 20) == 0 < hint(dist.group.WORLD, 8, 512)
-        assert hint(dist.group.WORLD, 4096, 7168) > hint(dist.group.WORLD, 4096, 7168, use_fp8_dispatch=True)
-        buffer.destroy()
+        with opened(Case("cpu"), rank, **HINTS), opened(Case("cpu"), rank, **HINTS) as buffer:
+            assert buffer.get_theoretical_num_sms(EXPERTS, TOPK) == 24 and buffer.get_theoretical_num_qps(24) == 9
+            idx, x = torch.arange(2 * TOPK).view(2, TOPK), torch.zeros(2, HIDDEN, dtype=torch.bfloat16)
+            keywords = dict(x=x, topk_idx=idx, num_experts=EXPERTS, num_qps=9)
+            *_, handle, _ = buffer.dispatch(**keywords)
+            assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [2]
+            assert bool((handle.dst_buffer_slot_idx == LARGEST).all())  # memory that all missing items share
+            for wrong, text in MISTAKES:
+                with pytest.raises(ValueError, match=text):
+                    buffer.dispatch(**keywords | wrong)
+            for wrong, text in BESIDE:
+                with pytest.raises(ValueError, match=text):
+                    buffer.dispatch(x, handle=handle, **wrong)
+            for name in [*HINTS, "num_qps"]:
+                assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in lines) == 1
+            buffer.dispatch(x, handle=handle, num_sms=8)
+            assert lines[-1].endswith("num_sms: given 8; memory that was made before keeps 24 multiprocessors")
+            for name in REFUSED.split():
+                for owner in (buffer, type(buffer)):
+                    with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):
+                        getattr(owner, name)(1, 2)
+            with pytest.raises(NotImplementedError, match="num_cpu_bytes"):
+                type(buffer)(dist.group.WORLD, num_cpu_bytes=1)
+            with pytest.raises(NotImplementedError, match="num_scaleout_topk"):
+                buffer.get_theoretical_num_sms(EXPERTS, TOPK, 1)
+            with pytest.raises(ValueError, match="destroy: given a buffer made without explicitly_destroy"):
+                type(buffer)(dist.group.WORLD).destroy()
+            hint = type(buffer).get_buffer_size_hint
+            assert hint(dist.group.WORLD, 8, 512) % (2 << 20) == 0 < hint(dist.group.WORLD, 8, 512)
+            assert hint(dist.group.WORLD, 4096, 7168) > hint(dist.group.WORLD, 4096, 7168, use_fp8_dispatch=True)
         with pytest.raises(ValueError, match="buffer: given one that was destroyed"):
             buffer.dispatch(**keywords)
 
 
-def test_refusals_and_hints(pools):
-    pools(1).run(run_refusals)
-
-
-def run_late(rank: int, case: Case):
-    with environment(case):
-        install(rank)
-        buffer = opened(num_gpu_timeout_secs=1)
+@conftest.on_ranks(2)
+def test_num_gpu_timeout_secs_is_the_limit(rank: int):
+    with environment(Case("cpu")):
+        buffer = ElasticBuffer(dist.group.WORLD, num_gpu_timeout_secs=1, explicitly_destroy=True)
         buffer.barrier()
         if rank == 0:
             with pytest.raises(ep.PeerTimeoutError):
                 buffer.barrier(with_cpu_sync=True)
                 buffer.destroy()
-
-
-def test_num_gpu_timeout_secs_is_the_limit(pools):
-    pools(2).run(run_late, Case("cpu"))

@@ -85,7 +85,7 @@ def test_rows_are_copied_only_when_they_are_asked_for():
     x = torch.arange(64 * 128).view(64, 128)
     for given in ((x.to(torch.uint8), x[:, :1].int()), x.to(torch.uint8)):
         rows = Rows(given)
-        assert "data" not in vars(rows)
+        assert rows._data is None
         first = rows.data
         assert rows.data is first
 
