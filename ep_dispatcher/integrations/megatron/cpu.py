@@ -8,23 +8,17 @@ import functools
 import torch
 
 
+def _nothing(*args, **kwargs):
+    pass
+
+
 class _Now:
     """Stands for a CUDA stream and for an event: on a CPU everything is complete when a call returns."""
 
-    def __init__(self, *args, **kwargs):
-        pass
+    __init__ = wait_stream = wait_event = wait = record = synchronize = _nothing
 
     def record_event(self, event=None):
         return self
-
-    def _nothing(self, *args, **kwargs):
-        pass
-
-    wait_stream = wait_event = wait = record = synchronize = _nothing
-
-
-def _nothing(*args, **kwargs):
-    pass
 
 
 @functools.cache

@@ -10,11 +10,10 @@ that Megatron runs in FP8: float8.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -38,7 +37,7 @@ QUANTISE = "dispatch quantised rows"  # what ranks agree on
 
 _all: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionary()  # by id, in the order of the layers
 forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # forwards of experts that take a Deferred
-_pads_rows = False  # whether Megatron's experts run on rows without the padding that their GEMMs need
+pads_rows = False  # whether Megatron's experts run on rows without the padding that their GEMMs need
 
 
 class Experts:
@@ -456,8 +455,12 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
             one.ran_megatrons_way = True
             one.weights.forget()
             one.check_rows(rows, counts)
-            with _padding(isinstance(tokens_per_expert, Deferred) or one.agreed.get(QUANTISE, False)):
+            global pads_rows
+            before, pads_rows = pads_rows, isinstance(tokens_per_expert, Deferred) or one.agreed.get(QUANTISE, False)
+            try:
                 return old(experts, rows, counts, probs, *rest, **options)
+            finally:
+                pads_rows = before
 
         if isinstance(tokens_per_expert, Deferred):
             return tokens_per_expert.run_megatrons_way(rows, permuted_probs, run), None
@@ -465,21 +468,6 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
 
     forwards.add(forward)
     return forward
-
-
-@contextlib.contextmanager
-def _padding(wanted: bool) -> Iterator[None]:
-    global _pads_rows
-    before, _pads_rows = _pads_rows, wanted
-    try:
-        yield
-    finally:
-        _pads_rows = before
-
-
-def pads_rows() -> bool:
-    """Return whether Megatron's experts have to pad the rows that they are running on."""
-    return _pads_rows
 
 
 def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:

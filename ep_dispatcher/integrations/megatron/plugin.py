@@ -360,4 +360,4 @@ def _keep_inputs(old):
 def _skip_padding(old):
     from ep_dispatcher.integrations.megatron import experts
 
-    return functools.wraps(old)(lambda config: (is_ours(config) and not experts.pads_rows()) or old(config))
+    return functools.wraps(old)(lambda config: (is_ours(config) and not experts.pads_rows) or old(config))
