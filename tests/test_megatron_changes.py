@@ -26,6 +26,7 @@ from test_megatron_experts import (
     ddp_of,
     iterations,
     make_grouped_layer,
+    said,
     step,
     switched_on,
 )
@@ -231,7 +232,7 @@ def test_experts_that_cannot_run_in_two_parts_any_more_are_an_error(rank, change
 @on_ranks()
 def test_a_model_that_is_dropped_ends(rank: int, has_graphs: bool):
     """Its buffer lives on. Megatron's training loop leaves a function of the model in its config."""
-    with switched_on():
+    with switched_on() as printed:
         config = make_config(**GROUPED)
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
@@ -239,6 +240,7 @@ def test_a_model_that_is_dropped_ends(rank: int, has_graphs: bool):
         config.no_sync_func = ddp.no_sync
         config.cuda_graph_impl = "transformer_engine" if has_graphs else "none"
         iterations(ddp, rank)
+        assert said(printed, "1 of 1 MoE layers") or rank, "earlier layers have ended too"
         ends = [weakref.ref(one) for one in (ddp, layer, layer.experts.linear_fc1.weight0)]
         del config, layer, ddp
         gc.collect()
