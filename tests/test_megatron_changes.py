@@ -159,6 +159,7 @@ def outcome(layer, rank: int) -> dict[str, torch.Tensor]:
 @on_ranks()
 def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str):
     """The results are always those of Megatron's own experts so changed."""
+    gc.collect()
     config = make_config(**settings)
     reference = make(config)
     before = outcome(reference, rank)
@@ -232,6 +233,7 @@ def test_experts_that_cannot_run_in_two_parts_any_more_are_an_error(rank, change
 @on_ranks()
 def test_a_model_that_is_dropped_ends(rank: int, has_graphs: bool):
     """Its buffer lives on. Megatron's training loop leaves a function of the model in its config."""
+    gc.collect()
     with switched_on() as printed:
         config = make_config(**GROUPED)
         config.gradient_accumulation_fusion = True

@@ -46,7 +46,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self.layer: Any = None  # the MoELayer, once it is there
+        self.layer: Any = None  # a proxy of the MoELayer, once it is there
         self.expert_alignment = limits.expert_alignment(config)
         # A partial CUDA graph that ends after dispatch_preprocess has to return this beside the outputs of the step.
         self.cudagraph_attrs = ["topk_idx"]

@@ -197,7 +197,7 @@ def _why_not_settings(config, kind: str) -> str | None:
 
 
 def _why_not_modules(ours: Experts) -> str | None:
-    experts: Any = ours.module
+    experts = ours.module
     grouped = "linear_fc1" in vars(experts)["_modules"]  # TEGroupedMLP
     num_weights = experts.num_local_experts if grouped else 1
     kinds = ("weight", "bias") if ours.config.add_bias_linear else ("weight",)

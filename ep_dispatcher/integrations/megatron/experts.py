@@ -43,7 +43,7 @@ pads_rows = False  # whether Megatron's experts run on rows without the padding 
 class Experts:
     """The routed experts of one MoE layer: how they run, and where the gradients of their weights go.
 
-    Megatron's experts module owns it: ``of``. So it lives as long as the model.
+    Megatron's experts module owns it (``of``), so it holds neither this nor the layer: both end when they are dropped.
     """
 
     fc1: list[Module]  # the linear layers with w1
@@ -51,7 +51,7 @@ class Experts:
     bypassed: list[Module]  # every module that grouped GEMMs leave uncalled
 
     def __init__(self, layer: Any):
-        self.layer, self.module, self.config = layer, layer.experts, layer.config
+        self.layer, self._module, self.config = weakref.proxy(layer), weakref.ref(layer.experts), layer.config
         self.may_overlap = bool(arguments.given(layer.config, "overlap"))
         self.must_be_grouped = arguments.experts(layer.config) == "grouped"
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
@@ -71,6 +71,10 @@ class Experts:
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
         _all[id(self)] = self
+
+    @property
+    def module(self) -> Any:
+        return self._module()
 
     @property
     def name(self) -> str:
@@ -433,7 +437,7 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
         if one is not None:
             layer.experts.ep_dispatcher = one
         if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
-            layer.token_dispatcher.layer, layer.token_dispatcher.experts = layer, one
+            layer.token_dispatcher.layer, layer.token_dispatcher.experts = weakref.proxy(layer), one
 
     return init
 
