@@ -43,7 +43,7 @@ EP2 = Layout(ep=2)
 
 
 def living() -> list[ep.Buffer]:
-    return [buffer for shared in buffers._shared.values() for buffer in shared.buffers]
+    return buffers.all_buffers()
 
 
 def sizes() -> list[int]:

@@ -63,7 +63,7 @@ def test_only_a_late_rank_keeps_others_from_a_larger_buffer(monkeypatch, cause):
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setenv("EP_DISPATCHER_TIMEOUT_S", "1")
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    shared = SimpleNamespace(buffers=[SimpleNamespace(id="id")], max_tokens=8)
+    buffer = SimpleNamespace(id="id", config=SimpleNamespace(max_tokens_per_rank=8))
     expected = "at most 8 on rank 1" if cause is None else str(cause)
     with pytest.raises(ValueError if cause is None else RuntimeError, match=expected):
-        buffers._agree_to_grow(group, shared, 9)
+        buffers._agree_to_grow(group, buffer, 9)

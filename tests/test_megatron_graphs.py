@@ -247,15 +247,15 @@ def test_errors_are_looked_for_after_a_step(rank: int):
         patch.setattr(graphs, "are_used", False)
         layer = make_layer(make_config())
         layer(tokens_of(rank))
-        (shared,) = buffers._shared.values()
-        patch.setattr(shared.buffers[0], "check", find)
+        (buffer,) = buffers.all_buffers()
+        patch.setattr(buffer, "check", find)
         assert checked() == wrapper(**given) == "done", "no graphs"
         make_layer(with_graphs(make_config(), "transformer_engine", "attn", "moe_router"))
         assert checked() == "done", "nor of experts"
         make_layer(with_graphs(make_config(), "transformer_engine", "moe"))
         error_of(checked, Found)
         error_of(lambda: wrapper(**given), Found)
-        assert shared.buffers[0].note == graphs.NOTE
+        assert buffer.note == graphs.NOTE
         patch.setattr(graphs, "stream_is_captured", lambda: True)
         assert checked() == "done", "a graph of the whole step is captured"
 

@@ -131,8 +131,7 @@ def test_overlapped_shared_experts_leave_multiprocessors(rank: int):
 def test_the_multiprocessors_are_those_of_buffers_on_gpus(rank: int):
     assert buffers.most_sms() == 0
     make_layer(make_config())(tokens_of(rank))
-    (shared,) = buffers._shared.values()
-    (buffer,) = shared.buffers
+    (buffer,) = buffers.all_buffers()
     assert buffers.most_sms() == (24 if buffer.engine == "cuda" else 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer.live_engine(), "used_sms", 29)

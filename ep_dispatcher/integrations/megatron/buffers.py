@@ -7,7 +7,6 @@ import functools
 import logging
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -47,13 +46,7 @@ class MegatronBuffer(ep.Buffer):
         return super().explained(error)
 
 
-@dataclass
-class _Shared:
-    max_tokens: int = 0
-    buffers: list[MegatronBuffer] = field(default_factory=list)  # the last is in use; others may have plans in flight
-
-
-_shared: dict[tuple, _Shared] = {}
+_made: dict[tuple, list[MegatronBuffer]] = {}  # the last of a list is in use; others may have plans in flight
 _SIZE = arguments.flag("max_tokens_per_rank")
 _has_warned = False
 _has_announced = False
@@ -73,16 +66,16 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
     key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
-    shared, given = _shared.get(key), arguments.max_tokens_per_rank(config)
-    if shared is not None and given is not None and num_tokens <= given == shared.max_tokens:
-        return shared.buffers[-1]  # the usual case, with few checks
-    if shared is None:
+    made, given = _made.get(key), arguments.max_tokens_per_rank(config)
+    if made and given is not None and num_tokens <= given == made[-1].config.max_tokens_per_rank:
+        return made[-1]  # the usual case, with few checks
+    if made is None:
         living = dist.distributed_c10d._world.pg_map
-        for old in [old for old in _shared if old[0] not in living]:  # a layer that still uses a buffer keeps it alive
-            del _shared[old]
-        shared = _shared[key] = _Shared()
-    max_tokens = _tokens_to_hold(shared, group, config, num_tokens, given, note)
-    if max_tokens > shared.max_tokens:
+        for old in [old for old in _made if old[0] not in living]:  # a layer that still uses a buffer keeps it alive
+            del _made[old]
+        made = _made[key] = []
+    max_tokens = _tokens_to_hold(made, group, config, num_tokens, given, note)
+    if not made or max_tokens > made[-1].config.max_tokens_per_rank:
         try:
             buffer = MegatronBuffer(
                 group,
@@ -96,33 +89,34 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         except ep.PeerTimeoutError as error:
             error.note = note
             raise
-        shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
         buffer.router_topk = config.moe_router_topk
         buffer.has_factor = arguments.rank_capacity_factor(config) is not None
         buffer.overlook(functools.partial(capacity.note, num_choices=buffer.num_choices))
-        shared.buffers.append(buffer)
+        made.append(buffer)
         _announce(buffer)
-    return shared.buffers[-1]
+    return made[-1]
 
 
-def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: int, given: int | None, note: str) -> int:
+def _tokens_to_hold(
+    made: list[MegatronBuffer], group: ProcessGroup, config, num_tokens: int, given: int | None, note: str
+) -> int:
     """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
     global _has_warned
     if given is not None:
         if num_tokens > given:
             checks.fail("hidden_states", f"{num_tokens} tokens", f"{_SIZE} {given}")
         return given
-    needed = num_tokens
-    if not shared.buffers or config.variable_seq_lengths:
+    needed, held = num_tokens, made[-1].config.max_tokens_per_rank if made else 0
+    if not made or config.variable_seq_lengths:
         most = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
         try:
             all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
         except ep.PeerTimeoutError:
-            if not shared.buffers:  # a late rank finds the others' messages, and begins to make the buffer
+            if not made:  # a late rank finds the others' messages, and begins to make the buffer
                 count_attempt(group)
             raise
         by_arguments = _tokens_by_arguments()
-        needed = max(int(most), 1 if shared.buffers or by_arguments is None else by_arguments)
+        needed = max(int(most), 1 if made or by_arguments is None else by_arguments)
         if by_arguments is None and group.rank() == 0 and not (config.variable_seq_lengths or _has_warned):
             _has_warned = True
             logger.warning(
@@ -132,10 +126,10 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
                 needed,
                 _SIZE,
             )
-    elif num_tokens > shared.max_tokens:
-        needed = _agree_to_grow(group, shared, num_tokens)
+    elif num_tokens > held:
+        needed = _agree_to_grow(group, made[-1], num_tokens)
     # Doubling bounds the memory of the old buffers together.
-    return needed if needed <= shared.max_tokens else max(needed, 2 * shared.max_tokens)
+    return needed if needed <= held else max(needed, 2 * held)
 
 
 def check_buffers(note: str) -> None:
@@ -145,14 +139,14 @@ def check_buffers(note: str) -> None:
     PeerTimeoutError from naming the layer that was captured last.
     """
     with ExitStack() as stack:  # check all buffers, even if one raises
-        for buffer in _buffers():
+        for buffer in all_buffers():
             buffer.note = note
             stack.callback(buffer.check)
 
 
 def most_sms() -> int:
     """Return the most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
-    return max((buffer.live_engine().used_sms for buffer in _buffers() if not buffer.is_destroyed), default=0)
+    return max((buffer.live_engine().used_sms for buffer in all_buffers() if not buffer.is_destroyed), default=0)
 
 
 def destroy_buffers() -> None:
@@ -161,16 +155,16 @@ def destroy_buffers() -> None:
     Raises late errors of the buffers' last operations, once all are destroyed.
     """
     with ExitStack() as stack:
-        for buffer in _buffers():
+        for buffer in all_buffers():
             stack.callback(buffer.destroy)
-        _shared.clear()
+        _made.clear()
 
 
 atexit.register(destroy_buffers)
 
 
-def _buffers() -> list[MegatronBuffer]:
-    return [buffer for shared in _shared.values() for buffer in shared.buffers]
+def all_buffers() -> list[MegatronBuffer]:
+    return [buffer for made in _made.values() for buffer in made]
 
 
 def _announce(buffer: MegatronBuffer) -> None:
@@ -212,11 +206,10 @@ def _tokens_by_arguments() -> int | None:
     return -(-args.seq_length // ways) * args.micro_batch_size
 
 
-def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int:
+def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int) -> int:
     """Return the most tokens of any rank, if every rank brings more than the buffer holds; else ValueError."""
-    rank, limit_s = group.rank(), envs.timeout_s()
-    name = f"ep_dispatcher/grow/{shared.buffers[-1].id}"
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    rank, limit_s, held = group.rank(), envs.timeout_s(), buffer.config.max_tokens_per_rank
+    store = PrefixStore(f"ep_dispatcher/grow/{buffer.id}", dist.distributed_c10d._get_default_store())
     store.set(str(rank), str(num_tokens))
     ranks = [str(r) for r in range(group.size())]
     try:
@@ -228,8 +221,8 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
         store.delete_key(str(rank))
         checks.fail(
             "hidden_states",
-            f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {shared.max_tokens} on rank {missing}",
-            f"up to the {shared.max_tokens} that the buffers hold; where ranks bring different numbers of tokens, give "
+            f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {held} on rank {missing}",
+            f"up to the {held} that the buffers hold; where ranks bring different numbers of tokens, give "
             f"the largest to {_SIZE}, or use variable_seq_lengths",
         )
     return max(int(store.get(r)) for r in ranks)

@@ -316,6 +316,8 @@ def _under_another_name(config) -> Iterator[None]:
     if config.moe_flex_dispatcher_backend != NAME or config.num_moe_experts is None:
         yield
         return
+    import megatron.core
+
     if config.moe_token_dispatcher_type != "flex":
         raise ValueError(
             f"--moe-token-dispatcher-type: given {config.moe_token_dispatcher_type}, allowed with "
@@ -323,7 +325,7 @@ def _under_another_name(config) -> Iterator[None]:
         )
     if getattr(config, "moe_enable_deepep", False):
         raise ValueError(f"--moe-enable-deepep: given with --moe-flex-dispatcher-backend {NAME}, allowed: one of them")
-    if config.moe_shared_expert_overlap and _before(0, 18):
+    if config.moe_shared_expert_overlap and registration.numbers(megatron.core.__version__) < (0, 18):
         config.moe_token_dispatcher_type = "alltoall"
     if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
         config.moe_flex_dispatcher_backend = "hybridep"
@@ -338,12 +340,6 @@ def _under_another_name(config) -> Iterator[None]:
         config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", NAME
         config.moe_expert_capacity_factor = None if factor is None or factor < 0 else factor
         config.moe_pad_expert_input_to_capacity = pads
-
-
-def _before(*version: int) -> bool:
-    import megatron.core
-
-    return registration.numbers(megatron.core.__version__) < version
 
 
 def _keep_inputs(old):
