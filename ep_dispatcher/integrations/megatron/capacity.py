@@ -42,10 +42,7 @@ def watched() -> Iterator[list[Overflow]]:
 
 
 def note(error: ValueError, num_choices: int) -> bool:
-    """Return whether this error was noted, because the step will run again. Else it has to be raised.
-
-    num_choices: the most choices that a rank brings to the buffer
-    """
+    """Return whether this error was noted, because the step will run again. Else it has to be raised."""
     if found is None or not isinstance(error, TooFewRowsError):
         return False
     found.append(Overflow(error.needed_rows / num_choices, error.needed_rows, error.label))

@@ -94,10 +94,7 @@ def state(modules: Iterable[Module]) -> list[Any]:
 
 
 def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
-    """Return the linear layers with w1, those with w2, and every module that grouped GEMMs leave uncalled.
-
-    Return nothing of an unknown module.
-    """
+    """Return the linear layers with w1, those with w2, and all that grouped GEMMs leave uncalled; none if unknown."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
     if type(experts) is TEGroupedMLP:

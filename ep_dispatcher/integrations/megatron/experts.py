@@ -119,10 +119,7 @@ class Experts:
         return vars(self.module).get("forward", type(self.module).forward) in forwards
 
     def is_grouped(self) -> bool:
-        """Return whether they run in grouped GEMMs now. Print what is new.
-
-        The first call decides for all layers.
-        """
+        """Return whether they run in grouped GEMMs now. Print what is new. The first call decides for all layers."""
         if self.state is None:
             _decide_all()
         elif self.config.fp8 and not self.wants_float8() and float8.is_entered():
@@ -290,7 +287,7 @@ class Experts:
     def agree(self, what: str, here: bool) -> bool:
         """Return whether all ranks of the layer can do this. The first call is collective, and answers later ones.
 
-        Print a line if only some ranks can. what: the predicate of a sentence about ranks
+        It prints a line if only some ranks can. what: the predicate of a sentence about ranks
         """
         if what not in self.agreed:
             group = self.layer.token_dispatcher.tp_ep_group
@@ -349,14 +346,39 @@ def is_float8(module: Module) -> bool:
 
 
 def _decide_all() -> None:
+    """Decide for the layers that are new, and print how many run in grouped GEMMs, and why the others do not."""
     new = [one for one in _all.values() if one.state is None]
     for one in new:
         one.decide()
         one.said = {one.why_not} - {None}
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(_said(new), flush=True)
-        if any(one.may_overlap for one in new):
-            print(_said_of_overlap(new), flush=True)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    grouped = [one for one in new if one.why_not is None]
+    line = f"ep_dispatcher runs the experts of {len(grouped)} of {len(new)} MoE layers in grouped GEMMs"
+    if quantised := sum(one.float8 for one in grouped):
+        line += f", {quantised} of them in FP8"
+    if grouped:
+        line += f" (activation in float32, rounded once; {arguments.flag('experts')} megatron switches it off)"
+    print(line + _by_reason("Megatron's own way: ", ((one, one.why_not) for one in new)), flush=True)
+    if any(one.may_overlap for one in new):
+        _say_overlap(new)
+
+
+def _say_overlap(layers: Sequence[Experts]) -> None:
+    """Print how many layers overlap communication with their experts, and why the others do not."""
+    buffers = (getattr(one.layer.token_dispatcher, "buffer", None) for one in layers)  # a model shares one
+    buffer = next((one for one in buffers if one is not None), None)
+    of_buffer = None if buffer is None else overlap.why_not(buffer)
+    reasons = [(one, one.why_no_overlap or of_buffer) for one in layers]
+    overlapped = sum(reason is None for _, reason in reasons)
+    line = (
+        f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
+    )
+    if overlapped:
+        line += ", in two parts of the tokens"
+        if any(one.may_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
+            line += f". The host waits for the counts of each dispatch: {limits.FACTOR} is not given"
+    print(line + _by_reason("One after the other: ", reasons), flush=True)
 
 
 def _decide_again() -> None:
@@ -369,49 +391,20 @@ def _decide_again() -> None:
             one.said.add(one.why_not)
             new.append(one)
     if new:
-        others = _reasons((one, one.why_not) for one in new)[1]
-        again = _reasons((one, "in grouped GEMMs again" if one.why_not is None else None) for one in new)[1]
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        parts = [f"Megatron's own way: {others}" * bool(others), again]
-        print(f"ep_dispatcher: experts have changed on rank {rank}. {'. '.join(filter(None, parts))}", flush=True)
+        line = f"ep_dispatcher: experts have changed on rank {dist.get_rank() if dist.is_initialized() else 0}"
+        line += _by_reason("Megatron's own way: ", ((one, one.why_not) for one in new))
+        again = ((one, "in grouped GEMMs again") for one in new if one.why_not is None)
+        print(line + _by_reason("", again), flush=True)
 
 
-def _said(layers: Sequence[Experts]) -> str:
-    """Return a line: how many layers run in grouped GEMMs, and why the others do not."""
-    grouped, others = _reasons((one, one.why_not) for one in layers)
-    line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs"
-    quantised = sum(one.why_not is None and one.float8 for one in layers)
-    if quantised:
-        line += f", {quantised} of them in FP8"
-    if grouped:
-        line += f" (activation in float32, rounded once; {arguments.flag('experts')} megatron switches it off)"
-    return f"{line}. Megatron's own way: {others}" if others else line
-
-
-def _said_of_overlap(layers: Sequence[Experts]) -> str:
-    """Return a line: how many layers overlap communication with their experts, and why the others do not."""
-    buffers = (getattr(one.layer.token_dispatcher, "buffer", None) for one in layers)  # a model shares one
-    buffer = next((one for one in buffers if one is not None), None)
-    of_buffer = None if buffer is None else overlap.why_not(buffer)
-    overlapped, others = _reasons((one, one.why_no_overlap or of_buffer) for one in layers)
-    line = (
-        f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
-        f"{', in two parts of the tokens' if overlapped else ''}"
-    )
-    if overlapped and any(one.may_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
-        line += f". The host waits for the counts of each dispatch: {limits.FACTOR} is not given"
-    return f"{line}. One after the other: {others}" if others else line
-
-
-def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
-    """Return how many layers have no reason, and a text with the other layers by reason."""
-    none, reasons = 0, dict[str, list[str]]()
+def _by_reason(head: str, layers: Iterable[tuple[Experts, str | None]]) -> str:
+    """Return a sentence with the layers that have a reason; nothing if there are none."""
+    reasons = dict[str, list[str]]()
     for one, reason in layers:
-        if reason is None:
-            none += 1
-        else:
+        if reason is not None:
             reasons.setdefault(reason, []).append(str(one.layer.layer_number))
-    return none, "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
+    text = "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
+    return f". {head}{text}" if text else ""
 
 
 def forget_agreements() -> None:

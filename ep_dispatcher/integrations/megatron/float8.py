@@ -59,10 +59,7 @@ def are_quantised(linears: Sequence[Module]) -> bool:
 
 
 def why_not(config: Any, weights: Sequence[Any]) -> str | None:
-    """Say why experts in FP8 cannot run in grouped GEMMs. None: they can.
-
-    weights: of both layers of all experts
-    """
+    """Say why experts in FP8 with these weights cannot run in grouped GEMMs. None: they can."""
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
     if (config.fp8, recipe) != ("e4m3", "blockwise"):
         return f"fp8 is {config.fp8} with the recipe {recipe}, not e4m3 with blockwise"

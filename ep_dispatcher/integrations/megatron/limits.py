@@ -163,10 +163,7 @@ def any_factor(config) -> float | None:
 
 
 def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | None:
-    """Return the rows of a rank by --moe-expert-rank-capacity-factor; None without it.
-
-    They are tokens x top-k x expert TP x factor, rounded up to ``alignment``.
-    """
+    """Return the rows of a rank by --moe-expert-rank-capacity-factor; None without it."""
     factor = getattr(config, "moe_expert_rank_capacity_factor", None)
     if factor is None:
         return None
@@ -174,10 +171,7 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
 
 
 def explained(error: ValueError, num_choices: int) -> ValueError:
-    """Return the error. If a factor allowed too few rows, return one that names a factor for this routing.
-
-    num_choices: the most tokens of a rank x choices of a token. The limit is num_choices x factor
-    """
+    """Return the error. If num_choices x factor allowed too few rows, return one that names a larger factor."""
     if not isinstance(error, TooFewRowsError):
         return error
     enough = math.ceil(100 * error.needed_rows / num_choices) / 100
