@@ -22,6 +22,12 @@ _agreements: Counter[str] = Counter()  # number by group; the same on all its ra
 _of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
+def say(text: str) -> None:
+    """Print a line of ours on the first rank of the job."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 # Outside of compiled graphs: a host waits here with a limit, and looks for late ranks. No operator could do more for a
 # graph, because sizes on the host depend on the result.
 @torch.compiler.disable(reason="ranks agree on their hosts, with a time limit")

@@ -122,7 +122,6 @@ def read_by_parsers(old: Callable[..., Any]) -> Callable[..., Any]:
     It works with each version of Megatron, and with parsers that a fork has written by hand.
     """
 
-    @functools.wraps(old)
     def parse_known_args(parser, *args, **kwargs):
         backends = {id(one): one for one in map(parser._option_string_actions.get, BACKEND) if one is not None}
         for action in backends.values():

@@ -24,7 +24,7 @@ from torch.nn import Module, ModuleList
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.agree import all_reduce
+from ep_dispatcher.integrations.agree import all_reduce, say
 from ep_dispatcher.integrations.megatron import arguments, eligibility, float8, graphs, limits, registration
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
@@ -351,15 +351,13 @@ def _decide_all() -> None:
     for one in new:
         one.decide()
         one.said = {one.why_not} - {None}
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
     grouped = [one for one in new if one.why_not is None]
     line = f"ep_dispatcher runs the experts of {len(grouped)} of {len(new)} MoE layers in grouped GEMMs"
     if quantised := sum(one.float8 for one in grouped):
         line += f", {quantised} of them in FP8"
     if grouped:
         line += f" (activation in float32, rounded once; {arguments.flag('experts')} megatron switches it off)"
-    print(line + _by_reason("Megatron's own way: ", ((one, one.why_not) for one in new)), flush=True)
+    say(line + _by_reason("Megatron's own way: ", ((one, one.why_not) for one in new)))
     if any(one.may_overlap for one in new):
         _say_overlap(new)
 
@@ -378,7 +376,7 @@ def _say_overlap(layers: Sequence[Experts]) -> None:
         line += ", in two parts of the tokens"
         if any(one.may_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
             line += f". The host waits for the counts of each dispatch: {limits.FACTOR} is not given"
-    print(line + _by_reason("One after the other: ", reasons), flush=True)
+    say(line + _by_reason("One after the other: ", reasons))
 
 
 def _decide_again() -> None:
@@ -419,7 +417,6 @@ def forget_agreements() -> None:
 def note_layer(old: Callable[..., None]) -> Callable[..., None]:
     """Wrap MoELayer.__init__."""
 
-    @functools.wraps(old)
     def init(layer, config, *args, **kwargs):
         arguments.check(config)
         wanted, active = arguments.experts(config), registration.active()
@@ -438,7 +435,6 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
 def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of TEGroupedMLP and SequentialMLP."""
 
-    @functools.wraps(old)
     def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
         one = of(experts)
         if one is not None and not rest and not options and one.is_grouped():
@@ -470,7 +466,6 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
 def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
     """Wrap TEGroupedMLP.backward_dw: write the gradients of the microbatch that has waited longest."""
 
-    @functools.wraps(old)
     def backward_dw(experts):
         one = of(experts)
         if one is None or (one.ran_megatrons_way and not one.delayed):
@@ -485,7 +480,6 @@ def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
 def note_ddp(old: Callable[..., None]) -> Callable[..., None]:
     """Wrap DistributedDataParallel.__init__."""
 
-    @functools.wraps(old)
     def init(ddp, *args, **kwargs):
         old(ddp, *args, **kwargs)
         for module in ddp.module.modules():

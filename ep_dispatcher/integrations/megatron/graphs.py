@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import full_cuda_graph
 from megatron.core.transformer import cuda_graphs
 
 from ep_dispatcher import te_version
+from ep_dispatcher.integrations.agree import say
 from ep_dispatcher.integrations.megatron import buffers, limits
 
 NOTE = "a step with CUDA graphs"
@@ -66,7 +66,6 @@ def check_replays() -> None:
 def note_helper(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap TECudaGraphHelper.create_cudagraphs."""
 
-    @functools.wraps(old)
     def create_cudagraphs(helper):
         result = old(helper)
         _helpers.add(helper)
@@ -138,9 +137,7 @@ def keep_gradients(config) -> None:
 
 @functools.cache  # once
 def _say_kept() -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(
-            "ep_dispatcher has set disable_parameter_transpose_cache in the TransformerConfig, because of Transformer "
-            f"Engine {te_version.version()}: {te_version.FAULT}. Version 2.14 does not need it.",
-            flush=True,
-        )
+    say(
+        "ep_dispatcher has set disable_parameter_transpose_cache in the TransformerConfig, because of Transformer "
+        f"Engine {te_version.version()}: {te_version.FAULT}. Version 2.14 does not need it."
+    )

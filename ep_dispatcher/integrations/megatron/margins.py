@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ep_dispatcher.integrations.agree import say
 from ep_dispatcher.integrations.megatron import arguments, buffers
 
 TE_VARIABLE = "NVTE_EXT_MARGIN_SM"
@@ -49,13 +49,9 @@ def _free_margins() -> tuple[Callable[[int | None], None], ...]:
         made[f"Transformer Engine ({TE_VARIABLE})"] = set_transformer_engine
     if hasattr(torch._C, "_set_sm_carveout_experimental") and torch._C._get_sm_carveout_experimental() is None:
         made["PyTorch's cuBLASLt (SM carve-out)"] = set_pytorch
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        where = " and ".join(made) or "none, where the user has set their margins"
-        print(
-            f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {buffers.most_sms()} multiprocessors. "
-            f"Libraries: {where}",
-            flush=True,
-        )
+    where = " and ".join(made) or "none, where the user has set their margins"
+    sms = buffers.most_sms()
+    say(f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {sms} multiprocessors. Libraries: {where}")
     return tuple(made.values())
 
 
@@ -82,13 +78,12 @@ def margin(config: Any) -> Iterator[None]:
             set_margin(None)
 
 
-def around_overlap(old: Callable[..., Any]) -> Any:
+def around_overlap(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap TransformerLayerSchedulePlan.run: communication of each layer runs beside GEMMs of the other."""
 
-    @functools.wraps(old)
     def run(f_layer, b_layer, *args, **kwargs):
         both = f_layer is not None and b_layer is not None
         with margin(f_layer.config) if both else contextlib.nullcontext():
             return old(f_layer, b_layer, *args, **kwargs)
 
-    return staticmethod(run)
+    return run

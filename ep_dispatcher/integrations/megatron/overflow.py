@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 
+from ep_dispatcher.integrations.agree import say
 from ep_dispatcher.integrations.megatron import buffers, capacity, graphs, limits, replay
 from ep_dispatcher.integrations.megatron.capacity import Overflow
 
@@ -42,7 +43,6 @@ def repeated_steps() -> int:
 def run_again(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a schedule, which runs a step's forward and backward passes. Replays of CUDA graphs are checked after it."""
 
-    @functools.wraps(old)
     def run(*args, **kwargs):
         if capacity.found is not None or graphs.stream_is_captured():  # a wrapper around this one does it
             return old(*args, **kwargs)
@@ -132,14 +132,12 @@ def _grow(worst: Overflow, configured: float, trains: bool) -> None:
     capacity.grown = math.ceil(round(worst.factor * ROOM, 2)) / 100
     _repeated += 1
     _log(_repeated)
-    if dist.get_rank() == 0:
-        step, after = "step" if trains else "evaluation step", f"{capacity.grown:g}"
-        print(
-            f"ep_dispatcher runs this {step} again, on all ranks: {layer} needs {worst.rows} rows on a rank, more than "
-            f"rank capacity factor {before or configured:g} has room for. From now on it is {after} in all layers. "
-            f"Repeated steps: {_repeated}. {limits.FACTOR} {after} at the next start saves them",
-            flush=True,
-        )
+    step, after = "step" if trains else "evaluation step", f"{capacity.grown:g}"
+    say(
+        f"ep_dispatcher runs this {step} again, on all ranks: {layer} needs {worst.rows} rows on a rank, more than "
+        f"rank capacity factor {before or configured:g} has room for. From now on it is {after} in all layers. "
+        f"Repeated steps: {_repeated}. {limits.FACTOR} {after} at the next start saves them"
+    )
 
 
 def _log(number: int) -> None:

@@ -104,9 +104,7 @@ def register(
         forget_agreements()  # what ranks agreed on before the patches
         _undo.append(forget_agreements)
         for patch in patches:
-            old = getattr(patch.owner, patch.name)
-            _undo.append(_undoing(patch.owner, patch.name, old))
-            setattr(patch.owner, patch.name, patch.make(old))
+            _replace(patch)
         texts = [patch.text for patch in patches]
         if bridge.is_installed():
             _undo.append(bridge.watch())
@@ -118,14 +116,19 @@ def register(
     return active
 
 
-def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
+def _replace(patch: _Patch) -> None:
+    """Replace the value, and note how to undo it."""
+    owner, name = patch.owner, patch.name
+    old = getattr(owner, name)
+    stored = vars(owner).get(name) if isinstance(owner, type) else old  # None: it is inherited
     if old is object.__new__:
-        old = _plain_new
-    elif isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod):
-        old = vars(owner)[name]
-    elif isinstance(owner, type) and name not in vars(owner):  # inherited
-        return functools.partial(delattr, owner, name)
-    return functools.partial(setattr, owner, name, old)
+        stored = _plain_new
+    inherit = functools.partial(delattr, owner, name)
+    _undo.append(inherit if stored is None else functools.partial(setattr, owner, name, stored))
+    new = patch.make(old)
+    if inspect.isfunction(new):
+        functools.update_wrapper(new, old)
+    setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
 
 
 def unregister() -> None:
@@ -300,7 +303,6 @@ def _allow_name(old):
 def _check_config(old):
     from ep_dispatcher.integrations.megatron import graphs
 
-    @functools.wraps(old)
     def check(config):
         bridge.refuse_ignored_choice(config)
         with _under_another_name(config):
@@ -343,7 +345,6 @@ def _under_another_name(config) -> Iterator[None]:
 
 
 def _keep_inputs(old):
-    @functools.wraps(old)
     def should_free_input(name, is_moe, config, *rest):
         if is_moe and is_ours(config):
             config = copy.copy(config)
@@ -356,4 +357,4 @@ def _keep_inputs(old):
 def _skip_padding(old):
     from ep_dispatcher.integrations.megatron import experts
 
-    return functools.wraps(old)(lambda config: (is_ours(config) and not experts.pads_rows) or old(config))
+    return lambda config: (is_ours(config) and not experts.pads_rows) or old(config)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,20 +32,18 @@ def under_way() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_megatrons_checkpoints(old: Callable[..., Any]) -> Any:
+def in_megatrons_checkpoints(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap CheckpointFunction.forward."""
 
-    @functools.wraps(old)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         return old(ctx, Checkpointed(run_function), *args)
 
-    return staticmethod(forward)
+    return forward
 
 
 def in_transformer_engines_checkpoints(old: Callable[..., Any]) -> Any:
     """Wrap ``checkpoint`` of Transformer Engine. It looks into modules, so a module stays as it is."""
 
-    @functools.wraps(old)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_module = isinstance(function, torch.nn.Module)
         return old(function if is_module else Checkpointed(function), *args, **kwargs)
