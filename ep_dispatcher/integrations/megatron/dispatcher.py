@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,7 +47,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self.layer: Any = None  # a proxy of the MoELayer, once it is there
+        self.layer: Callable[[], Any] = lambda: None  # the MoELayer, once it is there
         self.expert_alignment = limits.expert_alignment(config)
         # A partial CUDA graph that ends after dispatch_preprocess has to return this beside the outputs of the step.
         self.cudagraph_attrs = ["topk_idx"]
@@ -72,7 +73,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     @property
     def layer_number(self) -> int | None:
-        return getattr(self.layer, "layer_number", None)
+        return getattr(self.layer(), "layer_number", None)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Turn the routing into top-k columns.

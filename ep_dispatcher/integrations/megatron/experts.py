@@ -427,7 +427,7 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
         if one is not None:
             layer.experts.ep_dispatcher = one
         if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
-            layer.token_dispatcher.layer, layer.token_dispatcher.experts = weakref.proxy(layer), one
+            layer.token_dispatcher.layer, layer.token_dispatcher.experts = weakref.ref(layer), one
 
     return init
 

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
 
 from ep_dispatcher import envs
@@ -45,16 +46,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Patch:
-    owner: Any  # None: this Megatron does not have it
-    name: str
+    module: Any
+    path: str  # of the value in the module
     make: Callable[[Any], Any]  # the old value -> the new one
-    text: str  # begins with what is replaced
+    what: str  # what the new value does
     parameters: tuple[str, ...] = ()  # the first ones that the old value has to take
+
+    @property
+    def shown(self) -> str:
+        return self.path if "." in self.path else f"{self.module.__name__.removeprefix('megatron.core.')}.{self.path}"
+
+    def find(self) -> tuple[Any, str, Any]:
+        """Return the value's owner, its name there, and the value: None if this Megatron does not have it."""
+        owner, (*classes, name) = self.module, self.path.split(".")
+        for one in classes:
+            owner = getattr(owner, one, None)
+        return owner, name, None if owner is None else getattr(owner, name, None)
 
     def why_not(self) -> str | None:
         """Say what this Megatron lacks for the patch."""
-        old = None if self.owner is None else getattr(self.owner, self.name, None)
-        return _why_not(self.text.partition(":")[0], old, self.parameters)
+        return _why_not(self.shown, self.find()[2], self.parameters)
 
 
 def _why_not(shown: str, found: Any, parameters: tuple[str, ...], *, exactly: bool = False) -> str | None:
@@ -105,7 +116,7 @@ def register(
         _undo.append(forget_agreements)
         for patch in patches:
             _replace(patch)
-        texts = [patch.text for patch in patches]
+        texts = [f"{patch.shown}: {patch.what}" for patch in patches]
         if bridge.is_installed():
             _undo.append(bridge.watch())
             texts.append(bridge.TEXT)
@@ -118,8 +129,7 @@ def register(
 
 def _replace(patch: _Patch) -> None:
     """Replace the value, and note how to undo it."""
-    owner, name = patch.owner, patch.name
-    old = getattr(owner, name)
+    owner, name, old = patch.find()
     stored = vars(owner).get(name) if isinstance(owner, type) else old  # None: it is inherited
     if old is object.__new__:
         stored = _plain_new
@@ -159,23 +169,20 @@ def _patches() -> tuple[list[_Patch], str]:
     Everything that the patches rely on is checked first.
     """
     try:
-        from megatron.core import full_cuda_graph
-        from megatron.core.distributed import DistributedDataParallel
-        from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+        from megatron.core import distributed, full_cuda_graph
+        from megatron.core.models.common import model_chunk_schedule_plan
         from megatron.core.models.gpt import fine_grained_callables
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import random
-        from megatron.core.transformer import cuda_graphs
+        from megatron.core.transformer import cuda_graphs, transformer_config
         from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
         from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, overflow, recompute
         from ep_dispatcher.integrations.megatron import experts as ours
     except ImportError as error:
         raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
 
-    flex = getattr(token_dispatcher, "MoEFlexTokenDispatcher", None)
-    backend = TransformerConfig.__dataclass_fields__.get("moe_flex_dispatcher_backend")
+    fields = SimpleNamespace(**transformer_config.TransformerConfig.__dataclass_fields__)
     # The schedule that overlaps microbatches frees inputs by the backend's name. 0.19 moved that function.
     scheduler = fine_grained_callables
     if not hasattr(scheduler, "should_free_input"):
@@ -183,93 +190,62 @@ def _patches() -> tuple[list[_Patch], str]:
             from megatron.core.models.common import utils
 
             scheduler = utils
-    schedule = scheduler.__name__.removeprefix("megatron.core.")
-    graph = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
-    helper = getattr(cuda_graphs, "TECudaGraphHelper", None)
-    checkpoint = getattr(random, "CheckpointFunction", None)
     plans = "a recompute uses the plans of its forward pass"
     again = "looks for late errors when a step is over, and runs it again if the rank capacity was too small"
-    where = "in grouped GEMMs, where that is asked for and can be"
+    checks = (
+        "our name with another dispatcher type is an error; the features of other backends that ours has too are "
+        "allowed; CUDA graphs of Transformer Engine before 2.14 keep all gradients"
+    )
+    parsers = "Megatron's parsers allow our name, and have our arguments"
+    leaves = "GEMMs can leave multiprocessors to communication beside them"
+    plan, helper = "TransformerLayerSchedulePlan.run", "TECudaGraphHelper.create_cudagraphs"
+    checkpointed = recompute.in_megatrons_checkpoints
     patches = [
-        _Patch(flex, "__new__", _choose_class, "MoEFlexTokenDispatcher.__new__: makes our class for our backend"),
-        _Patch(backend, "type", _allow_name, "type of moe_flex_dispatcher_backend: tools that read it allow our name"),
-        _Patch(
-            argparse.ArgumentParser,
-            "parse_known_args",
-            arguments.read_by_parsers,
-            "ArgumentParser.parse_known_args: Megatron's parsers allow our name, and have our arguments",
-        ),
-        _Patch(
-            TransformerConfig,
-            "__post_init__",
-            _check_config,
-            "TransformerConfig.__post_init__: our name with another dispatcher type is an error; the features of other "
-            "backends that ours has too are allowed; CUDA graphs of Transformer Engine before 2.14 keep all gradients",
-        ),
-        _Patch(moe_layer.MoELayer, "__init__", ours.note_layer, "MoELayer.__init__: ours reads its settings"),
-        _Patch(
-            scheduler,
-            "should_free_input",
-            _keep_inputs,
-            f"{schedule}.should_free_input: ours counts as hybridep",
-            ("name", "is_moe", "config"),
-        ),
-        _Patch(
-            TransformerLayerSchedulePlan,
-            "run",
-            margins.around_overlap,
-            "TransformerLayerSchedulePlan.run: GEMMs can leave multiprocessors to communication beside them",
-            ("f_layer", "b_layer"),
-        ),
-        _Patch(
-            checkpoint,
-            "forward",
-            recompute.in_megatrons_checkpoints,
-            f"CheckpointFunction.forward: {plans}",
-            ("ctx", "run_function"),
-        ),
-        *(_Patch(schedules, name, overflow.run_again, f"schedules.{name}: {again}") for name in SCHEDULES),
-        _Patch(graph, "__call__", overflow.run_again, f"FullCudaGraphWrapper.__call__: {again}"),
-        _Patch(
-            helper,
-            "create_cudagraphs",
-            graphs.note_helper,
-            "TECudaGraphHelper.create_cudagraphs: a capacity that grows needs new graphs",
-        ),
+        _Patch(token_dispatcher, "MoEFlexTokenDispatcher.__new__", _choose_class, "makes our class for our backend"),
+        _Patch(fields, "moe_flex_dispatcher_backend.type", _allow_name, "tools that read it allow our name"),
+        _Patch(argparse, "ArgumentParser.parse_known_args", arguments.read_by_parsers, parsers),
+        _Patch(transformer_config, "TransformerConfig.__post_init__", _check_config, checks),
+        _Patch(moe_layer, "MoELayer.__init__", ours.note_layer, "ours reads its settings"),
+        _Patch(scheduler, "should_free_input", _keep_inputs, "ours counts as hybridep", ("name", "is_moe", "config")),
+        _Patch(model_chunk_schedule_plan, plan, margins.around_overlap, leaves, ("f_layer", "b_layer")),
+        _Patch(random, "CheckpointFunction.forward", checkpointed, plans, ("ctx", "run_function")),
+        *(_Patch(schedules, name, overflow.run_again, again) for name in SCHEDULES),
+        _Patch(full_cuda_graph, "FullCudaGraphWrapper.__call__", overflow.run_again, again),
+        _Patch(cuda_graphs, helper, graphs.note_helper, "a capacity that grows needs new graphs"),
     ]
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
-        text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
+        text = "true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
-    te = "transformer_engine.pytorch.distributed"
-    if te in sys.modules:  # Megatron has imported it, if it is there
-        wrap = recompute.in_transformer_engines_checkpoints
-        patches.append(_Patch(sys.modules[te], "checkpoint", wrap, f"{te}.checkpoint: {plans}"))
+    te = sys.modules.get("transformer_engine.pytorch.distributed")  # Megatron has imported it, if it is there
+    if te is not None:
+        patches.append(_Patch(te, "checkpoint", recompute.in_transformer_engines_checkpoints, plans))
 
     unexpected = [patch.why_not() for patch in patches]
+    flex = getattr(token_dispatcher, "MoEFlexTokenDispatcher", None)
     if getattr(moe_layer, "MoEFlexTokenDispatcher", None) is not flex:
         unexpected.append("moe_layer does not use MoEFlexTokenDispatcher")
     wanted = ("self", "num_local_experts", "local_expert_indices", "config", "pg_collection")
     unexpected.append(_why_not("MoEFlexTokenDispatcher", flex and flex.__init__, wanted, exactly=True))
     base = getattr(token_dispatcher, "MoETokenDispatcher", None)
     unexpected += [f"MoETokenDispatcher has no step {step}" for step in STEPS if not hasattr(base, step)]
+    backend = getattr(fields, "moe_flex_dispatcher_backend", None)
     if backend is not None and get_origin(backend.type) is not Literal:
         unexpected.append("moe_flex_dispatcher_backend is no Literal")
     if found := "; ".join(filter(None, unexpected)):
         raise UnknownMegatronError(f"{_UNKNOWN}: {found}")
 
-    te_experts, sequential = getattr(experts, "TEGroupedMLP", None), getattr(experts, "SequentialMLP", None)
+    where = "in grouped GEMMs, where that is asked for and can be"
     given = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
-    ddp = DistributedDataParallel
     grouped = [
-        _Patch(te_experts, "forward", ours.forward_grouped, f"TEGroupedMLP.forward: {where}", given),
-        _Patch(te_experts, "backward_dw", ours.delayed_grads, "TEGroupedMLP.backward_dw: of those in grouped GEMMs"),
-        _Patch(sequential, "forward", ours.forward_grouped, f"SequentialMLP.forward: {where}", given),
-        _Patch(ddp, "__init__", ours.note_ddp, "DistributedDataParallel.__init__: ours notes it, and calls its hooks"),
+        _Patch(experts, "TEGroupedMLP.forward", ours.forward_grouped, where, given),
+        _Patch(experts, "TEGroupedMLP.backward_dw", ours.delayed_grads, "of those in grouped GEMMs"),
+        _Patch(experts, "SequentialMLP.forward", ours.forward_grouped, where, given),
+        _Patch(distributed, "DistributedDataParallel.__init__", ours.note_ddp, "ours notes it, and calls its hooks"),
     ]
     missing = [patch.why_not() for patch in grouped]
     hooks = {"_make_backward_post_hook": ("self", "param"), "_make_forward_pre_hook": ("self",)}
     for name, parameters in hooks.items():
-        hook = getattr(ddp, name, None)
+        hook = getattr(distributed.DistributedDataParallel, name, None)
         missing.append(_why_not(f"DistributedDataParallel.{name}", hook, parameters, exactly=True))
     why_no_grouped = "; ".join(filter(None, missing))
     if not why_no_grouped:
