@@ -179,10 +179,11 @@ def _patches() -> tuple[list[_Patch], str]:
 
         from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, overflow, recompute
         from ep_dispatcher.integrations.megatron import experts as ours
-    except ImportError as error:
+
+        fields = SimpleNamespace(**transformer_config.TransformerConfig.__dataclass_fields__)
+    except (ImportError, AttributeError) as error:
         raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
 
-    fields = SimpleNamespace(**transformer_config.TransformerConfig.__dataclass_fields__)
     # The schedule that overlaps microbatches frees inputs by the backend's name. 0.19 moved that function.
     scheduler = fine_grained_callables
     if not hasattr(scheduler, "should_free_input"):
@@ -243,9 +244,10 @@ def _patches() -> tuple[list[_Patch], str]:
         _Patch(distributed, "DistributedDataParallel.__init__", ours.note_ddp, "ours notes it, and calls its hooks"),
     ]
     missing = [patch.why_not() for patch in grouped]
+    ddp = getattr(distributed, "DistributedDataParallel", None)
     hooks = {"_make_backward_post_hook": ("self", "param"), "_make_forward_pre_hook": ("self",)}
     for name, parameters in hooks.items():
-        hook = getattr(distributed.DistributedDataParallel, name, None)
+        hook = getattr(ddp, name, None)
         missing.append(_why_not(f"DistributedDataParallel.{name}", hook, parameters, exactly=True))
     why_no_grouped = "; ".join(filter(None, missing))
     if not why_no_grouped:
