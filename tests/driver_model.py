@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import mmap
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -144,6 +143,3 @@ def at(address: int, num_bytes: int) -> memoryview:
 def descriptors_of_memory() -> int:
     """Open descriptors of modelled memory in this process."""
     return sum("driver_model" in name for name in open_files())
-
-
-assert mmap.PAGESIZE <= PAGE

@@ -30,18 +30,15 @@ class CheckedBuffer(ep.Buffer):
         super().__init__(*args, **options | dict(timeout_s=15))  # the other rank need not wait long after a failure
 
     def dispatch(self, *args, **options):
-        out = super().dispatch(*args, **options)
-        self._check_unless_captured()
-        return out
+        return self._checked(super().dispatch(*args, **options))
 
     def combine(self, *args, **options):
-        combined = super().combine(*args, **options)
-        self._check_unless_captured()
-        return combined
+        return self._checked(super().combine(*args, **options))
 
-    def _check_unless_captured(self):
+    def _checked(self, output):
         if not torch.cuda.is_current_stream_capturing():
             self.check()
+        return output
 
 
 def check_every_operation(rank: int) -> None:

@@ -36,16 +36,12 @@ def make_large(engine: str, **changes) -> ep.Buffer:
     return make(engine, **(dict(max_tokens_per_rank=TOKENS) | changes))
 
 
-def meet() -> None:
-    dist.barrier()
-
-
 def memory_in_use(buffer: ep.Buffer) -> int:
     """Bytes of all regions that this rank has mapped (CPU), or bytes in use on its GPU."""
     if buffer.engine == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        meet()  # ranks may share the GPU
+        dist.barrier()  # ranks may share the GPU
         free, total = torch.cuda.mem_get_info()
         return total - free
     libc, pages = ctypes.CDLL(None, use_errno=True), 0
@@ -78,21 +74,21 @@ def cycle(rank: int, engine: str, ranks_per_node: int) -> None:
         filled = fill(buffer)
         fill_again(buffer, *filled)
         round_trip(buffer)
-        meet()
+        dist.barrier()
         full, suspended, resumed = memory_in_use(buffer), [], []
         for turn in range(CYCLES):
             buffer.suspend()
             assert buffer.is_suspended and repr(buffer).endswith(", suspended)")
             suspended.append(memory_in_use(buffer))
-            meet()  # memory is read before anybody takes it again
+            dist.barrier()  # memory is read before anybody takes it again
             buffer.resume()
             assert not buffer.is_suspended and "suspended" not in repr(buffer)
             if turn % 10 == 0:
                 fill_again(buffer, *filled)
                 round_trip(buffer, seed=turn)
-                meet()
+                dist.barrier()
                 resumed.append(memory_in_use(buffer))
-                meet()
+                dist.barrier()
         fill_again(buffer, *filled)
         round_trip(buffer)
     if engine == "cpu":  # what is left are flags: a few pages a rank
@@ -235,18 +231,18 @@ def test_two_buffers_take_turns(rank, engine):
         other.suspend()
         filled = fill(large)
         for _ in range(3):
-            meet()
+            dist.barrier()
             levels.append(memory_in_use(large))
-            meet()
+            dist.barrier()
             large.suspend()
             other.resume()
             x = torch.randn(TOKENS // 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
             idx = torch.arange(TOKENS // 2).view(-1, 1) % 12 + torch.arange(3)
             out = other.dispatch(x.to(device(other)), (idx % 12).to(device(other)))
             assert same_bits(other.combine(out.x, out.handle).x.cpu(), (x.float() * 3).bfloat16())
-            meet()
+            dist.barrier()
             levels.append(memory_in_use(large))
-            meet()
+            dist.barrier()
             other.suspend()
             large.resume()
             fill_again(large, *filled)

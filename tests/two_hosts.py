@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,7 +109,7 @@ def child_of(pid: int) -> int:
     return int(children[0])
 
 
-class Hosts:
+class Hosts(AbstractContextManager):
     """``num`` hosts. Close them, or use ``with``.
 
     rate        of each host's sending, as tc takes it ("10gbit"); ``loss``: percent of packets that it sends
@@ -139,8 +139,8 @@ class Hosts:
         self._file.write("\n".join(["127.0.0.1 localhost", "::1 localhost", *known, ""]))
         self._file.flush()
         self._places: list[_Place] = []
+        self.switch = _Place("--net")
         try:
-            self.switch = _Place("--net")
             for host in range(num):
                 own = f"mount --bind {self._file.name} /etc/hosts && hostname host{host} && ip link set lo up"
                 self._places.append(_Place(OWN, f"{MOUNTS} && {own}"))
@@ -276,12 +276,9 @@ class Hosts:
             _move_to(own)
 
     def close(self) -> None:
-        for place in (*self._places, *([self.switch] if hasattr(self, "switch") else [])):
+        for place in (*self._places, self.switch):
             place.end()
         self._file.close()
-
-    def __enter__(self) -> Hosts:
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()
