@@ -17,7 +17,8 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +28,12 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep import Buffer
+from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.clock import DeviceClock, HostClock, make_clock
 from ep_dispatcher.tools.benchmark.harness import make_parser
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.tools.benchmark.ranks import attempt, largest_over_ranks
-from ep_dispatcher.tools.testing import RankPool, make_routing
+from ep_dispatcher.tools.testing import RankPool
 
 SIDES = ("deep_ep", "engine")
 TURNS, WARMUP = 4, 3  # calls of a side in a row, and before its first
@@ -95,6 +97,18 @@ def measure(rank: int, case: Case) -> Found:
     clock, found = make_clock(case.engine), Found({}, {}, {}, [])
     os.environ |= {MAX_TOKENS: str(case.tokens), "EP_DISPATCHER_ENGINE": case.engine}
     Buffer.set_num_sms(case.sms)
+    with pairs_of(case, rank, clock.device) as pairs:
+        for name, pair in pairs.items():
+            calls = {side: getattr(pair, side) for side in SIDES if getattr(pair, side)}
+            time_in_turn(clock, name, calls, case.rounds, found)
+        if case.engine == "cuda":
+            time_graphs(clock, pairs, case.rounds, found)
+    return found
+
+
+@contextmanager
+def pairs_of(case: Case, rank: int, device: torch.device) -> Iterator[dict[str, Pair]]:
+    """Yield all pairs by operation, with buffers of their own. Collective."""
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms)
     with (
@@ -102,21 +116,14 @@ def measure(rank: int, case: Case) -> Found:
         ep.Buffer(max_tokens_per_rank=case.few_tokens, engine=case.engine, **sizes) as decode,
         torch.no_grad(),
     ):
-        pairs = rank_layout(buffer, engine, case, rank, clock.device)
-        pairs |= low_latency(buffer, decode, case, rank, clock.device)
-        for name, pair in pairs.items():
-            calls = {side: getattr(pair, side) for side in SIDES if getattr(pair, side)}
-            time_in_turn(clock, name, calls, case.rounds, found)
-        if case.engine == "cuda":
-            time_graphs(clock, pairs, case.rounds, found)
+        yield rank_layout(buffer, engine, case, rank, device) | low_latency(buffer, decode, case, rank, device)
         engine.check()
         decode.check()
     buffer.destroy()
-    return found
 
 
 def rank_layout(buffer: Buffer, engine: ep.Buffer, case: Case, rank: int, device: torch.device) -> dict[str, Pair]:
-    x, idx, weights = inputs(case, case.tokens, rank, device)
+    x, idx, weights = inputs_of(rank, device, case.tokens, case.hidden, case.experts, case.topk)
     pair = tuple(ep.quantize(x))
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, case.experts)
     layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
@@ -154,7 +161,7 @@ def rank_layout(buffer: Buffer, engine: ep.Buffer, case: Case, rank: int, device
 
 
 def low_latency(buffer: Buffer, decode: ep.Buffer, case: Case, rank: int, device: torch.device) -> dict[str, Pair]:
-    x, idx, weights = inputs(case, case.few_tokens, rank, device)
+    x, idx, weights = inputs_of(rank, device, case.few_tokens, case.hidden, case.experts, case.topk)
 
     def theirs(use_fp8: bool, hook: bool = False):
         return buffer.low_latency_dispatch(
@@ -181,13 +188,6 @@ def low_latency(buffer: Buffer, decode: ep.Buffer, case: Case, rank: int, device
         "low-latency combine": Pair(combine, own_combine),
         "low-latency combine, hook": Pair(lambda: combine(True)[-1](), lambda: own_combine(True).hook()),
     }
-
-
-def inputs(case: Case, tokens: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    idx, weights = make_routing("uniform", tokens, case.experts, case.topk, seed=rank)
-    assert weights is not None
-    x = torch.randn(tokens, case.hidden, generator=torch.Generator().manual_seed(rank))
-    return x.to(device, torch.bfloat16), idx.to(device), weights.to(device)
 
 
 def time_in_turn(clock: HostClock | DeviceClock, name: str, calls: dict[str, Call], rounds: int, found: Found) -> None:

@@ -98,32 +98,29 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
     first = grouped_gemm.linear(rows, w1, ends)
     second = grouped_gemm.activate(first, row_weights, ends, SWIGLU)
     activated, first_pair = float8_gemm.quantize_rows(second, ends), float8_gemm.quantize_rows(first, ends)
-    flop = 2 * num_rows * n * hidden
+    flop, entries, wide = 2 * num_rows * n * hidden, num_rows * hidden, num_rows * n
 
-    gemm, half = dict.fromkeys(("float8", "bfloat16"), flop), dict.fromkeys(("float8", "bfloat16"), flop / 2)
-    entries = num_rows * hidden
-    wide = num_rows * n
+    def both(amount: float, float8: Callable[[], object], bfloat16: Callable[[], object]) -> tuple:
+        return {"float8": amount, "bfloat16": amount}, {"float8": float8, "bfloat16": bfloat16}
+
+    def alone(amount: float, call: Callable[[], object]) -> tuple:
+        return {"float8": amount}, {"float8": call}
+
     return {
-        "w1, forward": (
-            gemm,
-            {
-                "float8": lambda: float8_gemm.linear(pair, of_w1, ends),
-                "bfloat16": lambda: grouped_gemm.linear(rows, w1, ends),
-            },
+        "w1, forward": both(
+            flop,
+            lambda: float8_gemm.linear(pair, of_w1, ends),
+            lambda: grouped_gemm.linear(rows, w1, ends),
         ),
-        "w2, forward": (
-            half,
-            {
-                "float8": lambda: float8_gemm.linear(activated, of_w2, ends),
-                "bfloat16": lambda: grouped_gemm.linear(second, w2, ends),
-            },
+        "w2, forward": both(
+            flop / 2,
+            lambda: float8_gemm.linear(activated, of_w2, ends),
+            lambda: grouped_gemm.linear(second, w2, ends),
         ),
-        "w1, grad of rows": (
-            gemm,
-            {
-                "float8": lambda: float8_gemm.linear_grad_rows(first_pair, of_w1, ends),
-                "bfloat16": lambda: grouped_gemm.linear_grad_rows(first, w1, ends),
-            },
+        "w1, grad of rows": both(
+            flop,
+            lambda: float8_gemm.linear_grad_rows(first_pair, of_w1, ends),
+            lambda: grouped_gemm.linear_grad_rows(first, w1, ends),
         ),
         "activate": (
             {"float8": 2.5 * wide, "bfloat16": 3 * wide},
@@ -132,9 +129,9 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
                 "bfloat16": lambda: grouped_gemm.activate(first, row_weights, ends, SWIGLU),
             },
         ),
-        "quantize_rows": ({"float8": 3 * entries}, {"float8": lambda: float8_gemm.quantize_rows(grad, ends)}),
-        "dequantize_rows": ({"float8": 3 * entries}, {"float8": lambda: float8_gemm.dequantize_rows(pair, ends)}),
-        "quantize_weights": ({"float8": 4 * w1.numel()}, {"float8": lambda: float8_gemm.quantize_weights(w1)}),
+        "quantize_rows": alone(3 * entries, lambda: float8_gemm.quantize_rows(grad, ends)),
+        "dequantize_rows": alone(3 * entries, lambda: float8_gemm.dequantize_rows(pair, ends)),
+        "quantize_weights": alone(4 * w1.numel(), lambda: float8_gemm.quantize_weights(w1)),
     }
 
 

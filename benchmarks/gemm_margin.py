@@ -26,9 +26,9 @@ import torch.nn.functional as F
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.margins import set_pytorch, set_transformer_engine
 from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, start_gpu_ranks, use_gpu
-from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
-from ep_dispatcher.tools.testing import make_routing
+from ep_dispatcher.tools.benchmark.ranks import largest_of, most_rows
 
 TOKENS, HIDDEN, WIDE, INTERMEDIATE, EXPERTS, TOPK = 4096, 4096, 12288, 1536, 64, 8
 SHARE_SMS = 24  # of the dispatches that a share is measured by
@@ -60,11 +60,11 @@ def measure(rank: int, name: str, all_sms: list[int], shares: list[float], round
     """Return the median microseconds of every side. Collective."""
     use_gpu(rank)
     gemm = gemm_of(name)
-    length = agreed(max(1, round(CHAIN_US / on_device(gemm)())))
+    length = largest_of(max(1, round(CHAIN_US / on_device(gemm)())))
     chain = partial(repeat, gemm, length)
     with dispatching(SHARE_SMS) as dispatch:
         alone = on_device(chain, 1)() / on_device(dispatch)()
-        counts = {share: agreed(max(1, round(share * alone))) for share in shares}
+        counts = {share: largest_of(max(1, round(share * alone))) for share in shares}
     times = {}
     for sms in all_sms:
         with dispatching(sms) as dispatch:
@@ -93,19 +93,15 @@ def gemm_of(name: str) -> Callable[[], object]:
         import transformer_engine.pytorch as te
 
         layer = te.GroupedLinear(local, HIDDEN, 2 * INTERMEDIATE, bias=False, params_dtype=torch.bfloat16)
-        return without_grad(lambda: layer(x, [rows // local] * local))
+        return torch.no_grad()(lambda: layer(x, [rows // local] * local))
     x, weight = torch.randn(TOKENS, HIDDEN, **options), torch.randn(WIDE, HIDDEN, **options) / HIDDEN**0.5
     if name == "TE Linear":
         import transformer_engine.pytorch as te
 
         layer = te.Linear(HIDDEN, WIDE, bias=False, params_dtype=torch.bfloat16)
-        return without_grad(lambda: layer(x))
+        return torch.no_grad()(lambda: layer(x))
     bias = torch.randn(WIDE, **options)
     return (lambda: x @ weight.t()) if name == "torch.matmul" else (lambda: F.linear(x, weight, bias))
-
-
-def without_grad(call: Callable[[], object]) -> Callable[[], object]:
-    return torch.no_grad()(call)
 
 
 @contextlib.contextmanager
@@ -113,17 +109,11 @@ def dispatching(sms: int) -> Iterator[Callable[[], object]]:
     """Yield a dispatch with so many multiprocessors. Collective."""
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS)
     with ep.Buffer(engine="cuda", timeout_s=20, num_sms=sms, **sizes) as buffer:
-        idx, weights = (t.cuda() for t in make_routing("uniform", TOKENS, EXPERTS, TOPK, seed=dist.get_rank()))
-        x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x, idx, weights = inputs_of(dist.get_rank(), torch.device("cuda"), TOKENS, HIDDEN, EXPERTS, TOPK)
         most = most_rows(buffer.dispatch(x, idx, weights))
         yield lambda: buffer.dispatch(x, idx, weights, max_recv_rows=most)
         torch.cuda.synchronize()
         buffer.check()
-
-
-def agreed(number: int) -> int:
-    """Return the largest value of all ranks. Collective."""
-    return int(largest_over_ranks([number])[0])
 
 
 def repeat(call: Callable[[], object], times: int) -> None:

@@ -13,13 +13,15 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_dispatcher.tools.benchmark import megatron as benchmark
+from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.harness import make_parser, use_gpu
-from ep_dispatcher.tools.testing import make_routing
 
 STEPS = ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess", "token_combine", "combine_postprocess")
 WARMUP = 50
@@ -39,44 +41,30 @@ def main() -> None:
 
 
 def measure(six: benchmark.SixSteps, args: argparse.Namespace) -> None:
-    idx, weights = make_routing("uniform", args.tokens, args.experts, args.topk, seed=dist.get_rank())
-    x = torch.randn(args.tokens, args.hidden, device="cuda", dtype=torch.bfloat16)
-    given = benchmark.as_routed(x, idx.cuda(), weights.cuda(), args.experts)
+    device, sizes = torch.device("cuda"), (args.tokens, args.hidden, args.experts, args.topk)
+    given = benchmark.as_routed(*inputs_of(dist.get_rank(), device, *sizes), args.experts)
     x, routing_map, probs = given[0].requires_grad_(), given[1], given[2].requires_grad_()
     gradients = tuple(torch.ones_like(t) for t in six.forward(x, routing_map, probs))
     forward, backward = [], []
-
-    def one_pass() -> None:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        outputs = six.forward(x, routing_map, probs)
-        launched = time.perf_counter()
-        forward.append(launched - begin)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        torch.autograd.backward(outputs, gradients)
-        backward.append(time.perf_counter() - begin)
-
-    alone = [timed(lambda: six.forward(x, routing_map, probs)) for _ in range(args.passes)]
+    run = partial(six.forward, x, routing_map, probs)
+    alone = [timed(run)[0] for _ in range(args.passes)]
     for _ in range(args.passes):
-        one_pass()
+        seconds, outputs = timed(run)
+        forward.append(seconds)
+        backward.append(timed(partial(torch.autograd.backward, outputs, gradients))[0])
     steps = [by_step(six.dispatcher, x, routing_map, probs) for _ in range(args.passes)]
     if dist.get_rank() == 0:
-        print(f"{'nothing but forward':32}{shown(alone)}")
-        print(f"{'forward, with backwards':32}{shown(forward)}")
-        print(f"{'backward':32}{shown(backward)}")
-        for name, times in zip(STEPS, zip(*steps)):
-            print(f"  {name:30}{shown(times)}")
+        passes = {"nothing but forward": alone, "forward, with backwards": forward, "backward": backward}
+        for name, times in {**passes, **{f"  {step}": times for step, times in zip(STEPS, zip(*steps))}}.items():
+            print(f"{name:32}{shown(times)}")
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Time one call on the host, behind an idle GPU."""
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Time one call on the host, behind an idle GPU. Return its result too: the end of its graph is no part of it."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     result = call()
-    spent = time.perf_counter() - begin
-    del result  # the end of its graph is no part of the call
-    return spent
+    return time.perf_counter() - begin, result
 
 
 def by_step(dispatcher, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> list[float]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -143,11 +143,8 @@ def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
 
-    return (
-        normal(case.tokens, case.hidden),
-        normal(local, 2 * case.intermediate, case.hidden),
-        normal(local, case.hidden, case.intermediate),
-    )
+    w1, w2 = normal(local, 2 * case.intermediate, case.hidden), normal(local, case.hidden, case.intermediate)
+    return normal(case.tokens, case.hidden), w1, w2
 
 
 def sides_of(
@@ -164,7 +161,7 @@ def sides_of(
     ends = out.tokens_per_expert.cumsum(0).int()
 
     def layer(path: str, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        num_parts = parts_of(path)
+        num_parts = 2 if path.startswith("parts") else 1
         options = dict(overlap=path == "parts", num_parts=num_parts, max_recv_rows=most[num_parts])
         return ep.moe_mlp(buffer, x, idx, weights, w1, w2, **options)
 
@@ -192,11 +189,6 @@ def sides_of(
     return sides, ran
 
 
-def parts_of(path: str) -> int:
-    """Return the number of parts in which a path takes the tokens."""
-    return 2 if path.startswith("parts") else 1
-
-
 def forward(call: Callable[..., Tensor], given: list[Tensor]) -> None:
     call(*given)
 
@@ -207,14 +199,10 @@ def both(call: Callable[..., Tensor], leaves: list[Tensor]) -> None:
     torch.autograd.grad(y, leaves, y.detach())
 
 
-_nccl: list[dist.ProcessGroup] = []
-
-
+@cache
 def nccl_group() -> dist.ProcessGroup:
     """Return the group of all ranks with NCCL. Collective the first time."""
-    if not _nccl:
-        _nccl.append(dist.new_group(backend="nccl"))
-    return _nccl[0]
+    return dist.new_group(backend="nccl")
 
 
 def nodes(case: Case) -> str:
@@ -232,12 +220,9 @@ def lines(case: Case, measured: Measured) -> list[str]:
     shown = [f"{sizes}, {rest}: us"]
     for name in PASSES:
         for path in (path for of, path in measured.times if of == name and path in PATHS):
-            alone = PATHS[path]
-            us, gemms = measured.times[name, path], measured.times[name, alone]
-            how = measured.ran[name, path]
-            shown.append(
-                f"  {name:16} {path:26}{us:9.0f}   {alone} alone{gemms:9.0f}   exposed{us - gemms:9.0f}   {how}"
-            )
+            us, gemms, how = measured.times[name, path], measured.times[name, PATHS[path]], measured.ran[name, path]
+            alone = f"{PATHS[path]} alone{gemms:9.0f}   exposed{us - gemms:9.0f}"
+            shown.append(f"  {name:16} {path:26}{us:9.0f}   {alone}   {how}")
     return shown
 
 

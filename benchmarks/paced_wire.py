@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 import ep_dispatcher as ep
 from ep_dispatcher import memory
+from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.harness import (
     IN_A_ROW,
     draw,
@@ -48,7 +49,6 @@ from ep_dispatcher.tools.benchmark.harness import (
 )
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
-from ep_dispatcher.tools.testing import make_routing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -173,8 +173,7 @@ def settings(wire: str, point: Point) -> Iterator[None]:
 def measure(rank: int, per_node: int, wire: str, point: Point, sizes: dict, graphs: int) -> dict:
     """Return the microseconds of each graph's operations on this rank, and the bytes of one."""
     device, (tokens, hidden, experts, topk, layout) = use_gpu(rank), (sizes[name] for name in SIZES)
-    idx, weights = (t.to(device) for t in make_routing("uniform", tokens, experts, topk, seed=rank))
-    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device)
+    x, idx, weights = inputs_of(rank, device, tokens, hidden, experts, topk)
     shape = dict(hidden=hidden, num_experts=experts, num_topk=topk, max_tokens_per_rank=tokens)
     with settings(wire, point):
         placed = dict(ranks_per_node=per_node, num_sms=point.sms)

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.harness import draw, make_parser, number, on_device, start_gpu_ranks, table, use_gpu
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.tools.benchmark.ranks import most_rows
-from ep_dispatcher.tools.testing import make_routing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,8 +181,7 @@ def slowest(ranks: list[dict]) -> dict:
 def measure(rank: int, operation: str, sizes: dict, replays: int) -> dict:
     """Return all runs of this rank, the time of one by events, and the time between two."""
     device, tokens, hidden, num_experts = use_gpu(rank), sizes["tokens"], sizes["hidden"], sizes["experts"]
-    idx, weights = (t.to(device) for t in make_routing("uniform", tokens, num_experts, TOPK, seed=rank))
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    x, idx, weights = inputs_of(rank, device, tokens, hidden, num_experts, TOPK)
     given = dict(hidden=hidden, num_experts=num_experts, num_topk=TOPK, max_tokens_per_rank=tokens)
     given |= dict(num_sms=sizes["sms"], ranks_per_node=sizes["ranks_per_node"])
     with ep.Buffer(engine="cuda", timeout_s=TIMEOUT_S, **given) as buffer:

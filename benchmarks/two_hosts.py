@@ -6,7 +6,6 @@ The hosts are namespaces (tests/two_hosts.py: needs root and iproute2), with one
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,6 +17,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from two_hosts import Hosts  # noqa: E402
 
+from ep_dispatcher.tools.benchmark.harness import make_parser  # noqa: E402
+
 COMMAND = (
     "EP_DISPATCHER_ENGINE=cpu GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 1 "
     "--master-addr host0 --master-port 29500 -m ep_dispatcher.bench --engine cpu --tokens {tokens} --hidden {hidden} "
@@ -26,13 +27,10 @@ COMMAND = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="default: 1gbit 10gbit")
-    parser.add_argument("--tokens", type=int, default=1024, help="per rank; default: %(default)s")
-    parser.add_argument("--hidden", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--iters", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for each rate; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/two-hosts-cpu.json")
+    parser = make_parser(__doc__, tokens=1024, hidden=2048, iters=10)
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of the network, as tc has them")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each rate")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/two-hosts-cpu.json", help="JSON")
     args = parser.parse_args()
     report: dict = {"rates": {}}
     for rate in args.rates:

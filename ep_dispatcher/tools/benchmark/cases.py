@@ -86,6 +86,13 @@ class Case:
         return x, topk_idx.to(device), topk_weights.to(device)
 
 
+def inputs_of(
+    rank: int, device: torch.device, tokens: int, hidden: int, experts: int, topk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x in bfloat16, topk_idx and topk_weights of a rank, with uniform routing."""
+    return Case(1, tokens=tokens, hidden=hidden, experts=experts, topk=topk).inputs(rank, device)
+
+
 # Cases that run if no sizes are given.
 STANDARD = {
     "cpu": Case(4, "cpu", tokens=1024, hidden=1024, experts=64, others=("all_to_all", "fast_sum")),

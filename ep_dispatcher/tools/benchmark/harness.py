@@ -181,13 +181,10 @@ def in_turn(replays: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, f
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def row(*cells: object) -> str:
-    """Return a row of a table in Markdown."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def table(titles: tuple[str, ...], rows: list[tuple]) -> list[str]:
-    return [row(*titles), f"|{'---|' * len(titles)}", *(row(*cells) for cells in rows)]
+    """Return the lines of a table in Markdown."""
+    first, *others = (f"| {' | '.join(map(str, cells))} |" for cells in (titles, *rows))
+    return [first, f"|{'---|' * len(titles)}", *others]
 
 
 def draw(path: Path, size: tuple[float, float], fill: Callable[[Figure], None], dpi: int = 110) -> bool:

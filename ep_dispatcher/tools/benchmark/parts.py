@@ -19,7 +19,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.tools.benchmark.baseline import AllToAllBaseline
 from ep_dispatcher.tools.benchmark.cases import Case
 from ep_dispatcher.tools.benchmark.clock import make_clock
-from ep_dispatcher.tools.benchmark.ranks import attempt, largest_over_ranks, sum_over_ranks
+from ep_dispatcher.tools.benchmark.ranks import attempt, largest_of, largest_over_ranks, sum_over_ranks
 from ep_dispatcher.tools.benchmark.sides import EngineSide, compare, operations_of
 from ep_dispatcher.tools.benchmark.wires import wire_bytes
 
@@ -110,9 +110,8 @@ def measure_engine(rank: int, case: Case) -> dict | None:
 def _measure_engine(part: Part, buffer: ep.Buffer) -> None:
     case, inputs, found = part.case, part.inputs, part.found
     needed = len(EngineSide(buffer, case.layout).dispatch(*inputs).x)
-    most = int(largest_over_ranks([needed])[0])
-    found["received_rows"], found["max_recv_rows"] = sum_over_ranks([needed])[0], most
-    engine = EngineSide(buffer, case.layout, most)
+    found["received_rows"], found["max_recv_rows"] = sum_over_ranks([needed])[0], largest_of(needed)
+    engine = EngineSide(buffer, case.layout, found["max_recv_rows"])
     baselines = {
         side: AllToAllBaseline(part.group, case.experts, fast_sum=name == "fast_sum")
         for name, side in BASELINES.items()

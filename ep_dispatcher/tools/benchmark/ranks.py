@@ -43,10 +43,15 @@ def largest_over_ranks(values: list[float]) -> list[float]:
     return largest.tolist()
 
 
+def largest_of(value: int) -> int:
+    """Return the largest value of all ranks. Collective."""
+    return int(largest_over_ranks([value])[0])
+
+
 def most_rows(out: DispatchOutput) -> int:
     """Return the most rows that a rank has received. Collective."""
     assert isinstance(out.x, Tensor)
-    return int(largest_over_ranks([out.x.shape[0]])[0])
+    return largest_of(out.x.shape[0])
 
 
 def attempt(what: str, notes: list[str], call: Callable[[], Any]) -> Any:
