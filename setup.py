@@ -128,9 +128,8 @@ def cccl_folders():
 def version_of(program):
     """The path of a compiler, and what it says of itself."""
     path = shutil.which(program)
-    return (
-        f"{path}: {subprocess.run([path, '--version'], capture_output=True, text=True).stdout.strip() if path else ''}"
-    )
+    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.strip() if path else ""
+    return f"{path}: {said}"
 
 
 def max_jobs():
@@ -338,15 +337,12 @@ def long_description():
     return "".join(parts)
 
 
-COMMANDS = {"build_ext": BuildExt, "install_lib": InstallLib}
-OPTIONS = {"build_py": {"force": True}}  # copy a module that replaces another, although it may be older
-
 os.chdir(Path(__file__).resolve().parent)
 ParallelCompile("MAX_JOBS").install()
 setup(
     ext_modules=extensions(),
-    cmdclass=COMMANDS,
-    options=OPTIONS,
+    cmdclass={"build_ext": BuildExt, "install_lib": InstallLib},
+    options={"build_py": {"force": True}},  # copy a module that replaces another, although it may be older
     long_description=long_description(),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["ep_dispatcher", "ep_dispatcher.*"]),

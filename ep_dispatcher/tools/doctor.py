@@ -418,13 +418,12 @@ def what_is_used() -> dict[str, str]:
     if engine == "cpu":
         return used | {"inside a node": "shared memory (memfd)", "between nodes": "torch.distributed (gloo)"}
     nvshmem = next(probe for probe in PROBES if probe.what == "compiled module nvshmem").run()
-    between = "PyTorch's NCCL; NVLink between virtual nodes of one host"  # engines/cuda/regions.py chooses it
-    if wire == "peer":
-        between = "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host"
-    elif wire == "nccl":
-        between = "PyTorch's NCCL, by EP_DISPATCHER_WIRE=nccl"
-    elif wire != "auto":
-        between = f"NVSHMEM, by EP_DISPATCHER_WIRE={wire}"
+    wires = {
+        "auto": "PyTorch's NCCL; NVLink between virtual nodes of one host",  # engines/cuda/regions.py chooses it
+        "peer": "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host",
+        "nccl": "PyTorch's NCCL, by EP_DISPATCHER_WIRE=nccl",
+    }
+    between = wires.get(wire, f"NVSHMEM, by EP_DISPATCHER_WIRE={wire}")
     if wire.startswith("nvshmem") and nvshmem.state != OK:
         between = f"nothing, all ranks have to be on one host: {nvshmem.what} {nvshmem.found}"
     return used | {"inside a node": "NVLink peer memory", "between nodes": between}

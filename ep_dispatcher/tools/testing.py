@@ -369,11 +369,11 @@ def make_hot_routing(
         raise ValueError(f"num_topk: given {num_topk}, of which {share:.0%} to one rank, allowed: {allowed}")
     generator = torch.Generator().manual_seed(seed)
     score = _rand(generator, num_tokens, num_experts)
-    hot, cold = (part.argsort(1, descending=True) for part in (score[:, :num_local], score[:, num_local:]))
-    column = torch.arange(num_topk, dtype=torch.int64, device="cpu")
-    padded = torch.nn.functional.pad
-    from_hot = padded(hot, (0, max(0, num_topk - hot.shape[1])))[:, :num_topk]
-    position = (column - wanted[:, None]).clamp(0, max(0, cold.shape[1] - 1))
-    from_cold = num_local + cold.gather(1, position) if cold.shape[1] else torch.zeros_like(position)
-    topk_idx = torch.where(column < wanted[:, None], from_hot, from_cold)
+
+    def is_best(score: Tensor, number: Tensor) -> Tensor:
+        """Return which scores are among the ``number`` best of their row."""
+        return score.argsort(1, descending=True).argsort(1) < number[:, None]
+
+    chosen = torch.cat([is_best(score[:, :num_local], wanted), is_best(score[:, num_local:], others)], 1)
+    topk_idx = chosen.nonzero()[:, 1].view(num_tokens, num_topk)
     return topk_idx, 1 - _rand(generator, num_tokens, num_topk)

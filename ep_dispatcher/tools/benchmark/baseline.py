@@ -91,11 +91,8 @@ class AllToAllBaseline:
 
     def combine_weights(self, row_weights: Tensor, plan: Plan) -> Tensor:
         back = self._send_back(row_weights, plan)
-        return (
-            back.new_zeros(plan.num_tokens * plan.num_topk)
-            .index_copy_(0, plan.choice_of, back)
-            .view(plan.num_tokens, plan.num_topk)
-        )
+        weights = back.new_zeros(plan.num_tokens * plan.num_topk).index_copy_(0, plan.choice_of, back)
+        return weights.view(plan.num_tokens, plan.num_topk)
 
     def _send(self, rows: Tensor, plan: Plan) -> Tensor:
         """Rows sorted by expert -> the rows of this rank's experts, grouped by local expert."""

@@ -25,9 +25,8 @@ def describe_machine(build: str | None = None) -> dict:
     package = Path(__file__).resolve().parents[2]
 
     def field(path: str, name: str) -> str:
-        found = (
-            re.search(rf"^{name}\s*:\s*(.*)$", Path(path).read_text(), re.MULTILINE) if Path(path).exists() else None
-        )
+        text = Path(path).read_text() if Path(path).exists() else ""
+        found = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
         return found[1] if found else "unknown"
 
     def first_line(*command: str) -> str:

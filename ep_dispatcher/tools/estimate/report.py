@@ -38,7 +38,7 @@ def nodes_table(job: Job, found: dict) -> str:
     """Return all figures of one number of nodes."""
     received, rows = found["tokens_received"], found["expert_rows"]
     lines = [
-        f"{_nodes(found['nodes'])} of {job.sizes.gpus_per_node} GPUs: a rank receives {received['mean']:.0f} tokens "
+        f"{found['nodes']} x {job.sizes.gpus_per_node} GPUs: a rank receives {received['mean']:.0f} tokens "
         f"(at most {received['max']:.0f}) for {rows['mean']:.0f} rows of its experts (at most {rows['max']:.0f})",
         "",
         "MB of a rank: mean (largest)".ljust(30) + "".join(f"{name:>19}" for name in (*WIRE_BYTES, "NCCL, each way")),
@@ -185,7 +185,3 @@ def _draw_against_rate(axes) -> None:
 
 def _over_nccl(operation: dict) -> str:
     return f"{operation['nccl']['us']:.0f}" if operation["nccl"] else "-"
-
-
-def _nodes(number: int) -> str:
-    return f"{number} node{'s' if number > 1 else ''}"

@@ -248,10 +248,8 @@ def _make_layer(settings: dict[str, Any], ours: dict[str, Any], run: Run):
     spec = get_moe_module_spec(
         use_te=run.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    with _quantization(config, is_init=True):
-        layer = (
-            build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
-        )  # 0.18: a function
+    with _quantization(config, is_init=True):  # from 0.18 on a spec is a function
+        layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
     layer.set_layer_number(1)
     return layer if config.use_cpu_initialization else layer.cuda()
 

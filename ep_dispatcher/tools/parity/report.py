@@ -76,22 +76,22 @@ class Row:
     def largest(self) -> float:
         return max((part.largest for part in self.parts), default=0.0)
 
+    def _distance(self, side: int) -> float:
+        """Return a root mean square distance from float32, by the index of its sum in Part.squares."""
+        return math.sqrt(_ratio(*(sum(part.squares[i] for part in self.parts) for i in (side, 0))))
+
     @property
     def distances(self) -> tuple[float, float, float] | None:
         """Root mean square distances from float32: ours, Megatron's, and what is allowed. None in float32."""
-        squares, ours, theirs = (sum(part.squares[i] for part in self.parts) for i in range(3))
         if self.config.params_dtype == torch.float32:
             return None
-        near, far = (math.sqrt(_ratio(one, squares)) for one in (ours, theirs))
+        near, far = self._distance(1), self._distance(2)
         return near, far, SLACK * far + SLACK_ROUNDINGS * ROUNDING[self.config.params_dtype]
 
     @property
     def unquantised(self) -> float | None:
         """Megatron's distance from float32 without FP8 and FP4. None if there is nothing to compare it with."""
-        if self.distances is None or not quantises(self.config):
-            return None
-        squares, distance = (sum(part.squares[i] for part in self.parts) for i in (0, 3))
-        return math.sqrt(_ratio(distance, squares))
+        return None if self.distances is None or not quantises(self.config) else self._distance(3)
 
     @property
     def ok(self) -> bool:
@@ -116,13 +116,8 @@ class Row:
         numbers = [self.largest, difference, self.relative, self.limit, *(self.distances or ())]
         numbers += [] if self.unquantised is None else [self.unquantised]
         shown = ["0" if number == 0 else f"{number:.1e}" for number in numbers]
-        return [
-            self.title,
-            (f"{len(experts)} x " if experts else "") + str(shape),
-            *shown,
-            *[""] * (8 - len(shown)),
-            verdict,
-        ]
+        sizes = (f"{len(experts)} x " if experts else "") + str(shape)
+        return [self.title, sizes, *shown, *[""] * (8 - len(shown)), verdict]
 
 
 def _ratio(value: float, of: float) -> float:
@@ -185,12 +180,9 @@ def table(rows: list[Row]) -> str:
     cells = [row.cells() for row in rows]
     empty = {i for i in range(6, 10) if not any(line[i] for line in cells)}
     lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in (heads, *cells)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = [
-        [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line[:-1], widths))] + line[-1:]
-        for line in lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in aligned)
+    name, shape, *widths = (max(map(len, column)) for column in zip(*lines))
+    formats = [f"{{:{name}}}", f"{{:{shape}}}", *(f"{{:>{width}}}" for width in widths[:-1]), "{}"]
+    return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
 def rule(config, steps: int) -> str:
@@ -246,11 +238,10 @@ def verdict(rows: list[Row]) -> str:
 def _errors(rows: list[Row]) -> str:
     """Return a sentence about the errors of quantised runs; nothing of others."""
     found = []
-    for name in ("output", "input gradient"):
-        for row in rows:
-            if row.name == name and row.distances and row.unquantised is not None:
-                ours, theirs, _ = row.distances
-                found.append(f"{name} {ours:.2%} (Megatron's {theirs:.2%}, without FP8 or FP4 {row.unquantised:.2%})")
+    for row in rows:
+        if row.name in ("output", "input gradient") and row.distances and row.unquantised is not None:
+            ours, theirs, _ = row.distances
+            found.append(f"{row.name} {ours:.2%} (Megatron's {theirs:.2%}, without FP8 or FP4 {row.unquantised:.2%})")
     return f"Relative error, as the distance from float32: {', '.join(found)}." if found else ""
 
 
