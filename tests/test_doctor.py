@@ -38,7 +38,7 @@ def not_installed(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
 
 
-def run_as_file(*arguments: str, hide: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+def run_as_file(*arguments: str, hide: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """`python ep_dispatcher/tools/doctor.py` in a process in which the modules `hide` cannot be imported."""
     code = (
         "import runpy, sys\n"
@@ -46,9 +46,7 @@ def run_as_file(*arguments: str, hide: tuple[str, ...] = (), **environment: str)
         f"sys.argv = {['doctor', *arguments]!r}\n"
         f"runpy.run_path({str(doctor.PACKAGE / 'tools/doctor.py')!r}, run_name='__main__')\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=os.environ | environment
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
 
 
 def test_here_a_buffer_can_be_made(monkeypatch):

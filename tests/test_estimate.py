@@ -19,15 +19,14 @@ from ep_dispatcher.tools.estimate.traffic import (
     Counts,
     Messages,
     Row,
-    buffer_config,
     combine_traffic,
     count,
     dispatch_traffic,
     over_nccl,
 )
+from ep_dispatcher.tools.testing import ROUTINGS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-TOPOLOGIES = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 3)]
 
 
 def counted_one_by_one(sizes: Sizes, routing: list[torch.Tensor]) -> dict[str, list[int]]:
@@ -61,18 +60,14 @@ def counted_one_by_one(sizes: Sizes, routing: list[torch.Tensor]) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("nodes, gpus", TOPOLOGIES)
-@pytest.mark.parametrize("kind", ["uniform", "skewed", "one_expert", "masked", "empty"])
-def test_counts_are_exact(nodes, gpus, kind):
-    assert_exact(Sizes(nodes, gpus, tokens=37, hidden=64, experts=12, topk=3), Routing(kind))
+SHAPES = [Sizes(*shape, tokens=37, hidden=64, experts=12, topk=3) for shape in [(1, 4), (2, 2), (4, 1), (3, 2), (2, 3)]]
+EXACT = [(sizes, Routing(kind)) for sizes in SHAPES for kind in ROUTINGS]
+LIMITED = [Routing("hot_rank"), Routing(topk_groups=2), Routing(topk_groups=2, groups=8)]
+EXACT += [(Sizes(4, 2, tokens=29, hidden=64, experts=32, topk=4), routing) for routing in LIMITED]
 
 
-@pytest.mark.parametrize("routing", [Routing("hot_rank"), Routing(topk_groups=2), Routing(topk_groups=2, groups=8)])
-def test_counts_of_hot_and_limited_routings_are_exact(routing):
-    assert_exact(Sizes(4, 2, tokens=29, hidden=64, experts=32, topk=4), routing)
-
-
-def assert_exact(sizes: Sizes, routing: Routing) -> None:
+@pytest.mark.parametrize("sizes, routing", EXACT)
+def test_counts_are_exact(sizes, routing):
     sample, counts = list(routing.sample(sizes, seed=5)), count(sizes, routing.sample(sizes, seed=5))
     assert {f.name: getattr(counts, f.name).tolist() for f in fields(Counts)} == counted_one_by_one(sizes, sample)
 
@@ -89,15 +84,11 @@ def test_limited_routing_takes_the_best_groups(group_score):
         assert sorted(token) == sorted(expert for _, expert in sorted(allowed)[-topk:])
 
 
-def test_bytes_of_rows_items_and_counts():
+def test_bytes_of_rows():
     assert Row.make(7168, 2, 8).on_wire == 14336
     assert Row.make(7168, 2, 8, float8=True, weights=True).on_wire == 7168 + 224 + 32
     assert Row.make(384, 2, 3, float8=True, weights=True).on_wire == 384 + 16 + 16  # 12 bytes each, padded
     assert Row.make(2880, 2, 4, float8=True).on_wire == 2880 + 96  # 23 scales, padded
-    sizes = Sizes(8)  # 4 local experts: token, number, 4 values, 4 bytes
-    assert buffer_config(sizes).item_ints == 8 and buffer_config(sizes).counts_ints == 64 + 256
-    assert buffer_config(Sizes(1, 1)).item_ints == 12  # 2 + 8 + 2
-    assert buffer_config(Sizes(1, 3, experts=6, topk=2)).counts_ints == 12  # 9, padded to a multiple of 4
 
 
 def test_traffic_of_one_token():
@@ -246,13 +237,9 @@ def test_our_measurements_are_met():
         assert c.time.bottleneck != "NIC"
 
 
-@pytest.fixture(scope="module")
-def deep_ep():
-    return {c.name: c for c in (figure.compare() for figure in PUBLISHED)}
-
-
-def test_published_figures_are_met(deep_ep):
+def test_published_figures_are_met():
     """Within 15 % of every figure; combines at EP 16 are the worst (docs/performance.md)."""
+    deep_ep = {c.name: c for c in (figure.compare() for figure in PUBLISHED)}
     assert len(deep_ep) == 12
     assert [name for name, c in deep_ep.items() if c.fitted] == ["DeepEP V1, EP 64, combine"]
     assert abs(deep_ep["DeepEP V1, EP 64, combine"].error) < 0.005

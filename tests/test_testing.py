@@ -63,16 +63,10 @@ def fail_before_barrier(rank):
     dist.barrier()
 
 
-def die_on(rank, ranks, way):
+def call_on(rank, ranks, fn, *args):
     if rank in ranks:
-        kind, number = way.split()
-        os._exit(int(number)) if kind == "code" else os.kill(os.getpid(), int(number))
+        fn(*args)
     return rank
-
-
-def sleep_on(rank, ranks, seconds):
-    if rank in ranks:
-        time.sleep(seconds)
 
 
 def unpicklable(rank):
@@ -138,18 +132,19 @@ def test_ranks_that_wait_for_a_failed_one_are_stopped_early(monkeypatch):
         assert pool.closed and all_gone(pids)
 
 
-@pytest.mark.parametrize("way", ["signal 9", "signal 11", "code 3"])
-def test_a_dead_rank_is_named_and_closes_the_pool(way):
+@pytest.mark.parametrize("way, number", [("signal", 9), ("signal", 11), ("code", 3)])
+def test_a_dead_rank_is_named_and_closes_the_pool(way, number):
+    die = signal.raise_signal if way == "signal" else os._exit
     for allowed in ({1}, ()):
         pool = RankPool(2)
         pids = pool.pids
         if allowed:
-            assert pool.run(die_on, [1], way, allow_dead=allowed) == [0, None]
+            assert pool.run(call_on, [1], die, number, allow_dead=allowed) == [0, None]
         else:
             with pytest.raises(RankError) as caught:
-                pool.run(die_on, [1], way)
+                pool.run(call_on, [1], die, number)
             ((rank, (name, message, _)),) = caught.value.failures.items()
-            assert (rank, name) == (1, "Died") and message.endswith(way)
+            assert (rank, name) == (1, "Died") and message.endswith(f"{way} {number}")
         assert pool.closed and all_gone(pids)
         with pytest.raises(RuntimeError, match="closed"):
             pool.run(fail_on, [])
@@ -166,14 +161,14 @@ def test_a_rank_killed_between_runs_is_named():
 def test_a_rank_that_takes_too_long_is_killed_and_named_with_its_stack():
     pool = RankPool(2)
     pids = pool.pids
-    pool.run(sleep_on, [], 0)  # the ranks have imported this file
+    pool.run(call_on, [], time.sleep)  # the ranks have imported this file
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        pool.run(sleep_on, [1], 100, timeout_s=4)  # rank 0 answers within these
+        pool.run(call_on, [1], time.sleep, 100, timeout_s=4)  # rank 0 answers within these
     assert 4 <= time.monotonic() - started < 60
     assert set(caught.value.failures) == {1}
     name, message, stack = caught.value.failures[1]
-    assert name == "Timeout" and "4 s" in message and "in sleep_on" in stack
+    assert name == "Timeout" and "4 s" in message and "in call_on" in stack
     assert pool.closed and all_gone(pids)
 
 

@@ -1,5 +1,6 @@
 """benchmarks/time_line.py and the build with stamps: what can be tested without a GPU; with one also a run."""
 
+import importlib
 import json
 import re
 import shutil
@@ -32,11 +33,6 @@ def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -
         for name, us in times.items():
             stamps[0, block, warp, STEPS.index(name)] = BEGIN + round(us * 1000)
     return stamps
-
-
-def in_two(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The stamps of one operation in two launches, from those of operations in one."""
-    return torch.stack([first[0], second[0]])
 
 
 def a_dispatch(later: float = 0) -> torch.Tensor:
@@ -83,7 +79,8 @@ def test_a_step_lasts_from_the_stamp_before_it_to_its_own():
 def test_launches_and_operations_are_ordered_by_time():
     """The ring of operations begins anywhere."""
     helper, mover = {(0, 8): {"dispatch": 0.0, "staged": 4}}, {(0, 0): {"dispatch": 0.0, "planned": 9}}
-    run = script.run_of(in_two(stamped(helper | mover), a_dispatch(20)), STEPS)
+    in_two_launches = torch.stack([stamped(helper | mover)[0], a_dispatch(20)[0]])
+    run = script.run_of(in_two_launches, STEPS)
     lanes = list(dict.fromkeys(step.lane for step in run["steps"]))
     assert ["launch 1" in lane for lane in lanes] == [True] * 2 + [False] * 4
     ring = torch.stack([a_combine(40), torch.zeros_like(a_combine()), a_dispatch()], dim=1)
@@ -91,19 +88,12 @@ def test_launches_and_operations_are_ordered_by_time():
     assert [(run["zero_ns"] - BEGIN, run["us"]) for run in runs] == [(0, 25), (40_000, 15)]
 
 
-def of_rank(run_us: list[float]) -> dict:
-    runs = [script.run_of(a_dispatch(), STEPS) | {"us": us} for us in run_us]
-    return {"runs": runs, "one_us": 30.0, "gap_us": 4.5, "clock_step_ns": 32}
-
-
-@pytest.fixture
-def made_up() -> dict:
+def test_the_rank_with_the_longest_median_run_is_shown(tmp_path, capsys):
     sizes = dict(tokens=128, hidden=7168, experts=256, sms=24, layout="decode", ranks_per_node=None)
-    ranks = [of_rank([30, 31, 90]), of_rank([33, 40, 38])]
-    return {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
-
-
-def test_the_rank_with_the_longest_median_run_is_shown(made_up, tmp_path, capsys):
+    found = {"one_us": 30.0, "gap_us": 4.5, "clock_step_ns": 32}
+    run = script.run_of(a_dispatch(), STEPS)
+    ranks = [found | {"runs": [run | {"us": us} for us in times]} for times in ([30, 31, 90], [33, 40, 38])]
+    made_up = {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
     assert (made_up["rank"], made_up["us"], made_up["runs"]) == (1, 38, 3)
     pytest.importorskip("matplotlib")
     path = tmp_path / "dispatch.json"
@@ -177,15 +167,10 @@ def test_stamps_are_read_once(monkeypatch):
     assert not CudaEngine.stamps(engine).any() and len(given) == 1
 
 
-def has_stamps() -> bool:
-    if cuda_problem() is not None:
-        return False
-    from ep_dispatcher import _C_cuda
-
-    return _C_cuda.has_stamps
+HAS_STAMPS = cuda_problem() is None and importlib.import_module("ep_dispatcher._C_cuda").has_stamps
 
 
-@pytest.mark.skipif(not has_stamps(), reason="no GPU, or built without stamps")
+@pytest.mark.skipif(not HAS_STAMPS, reason="no GPU, or built without stamps")
 @pytest.mark.parametrize("operation", ["dispatch FP8", "combine"])
 @pytest.mark.parametrize("nodes", [[], ["--ranks-per-node", "1", "--layout", "rank"]])
 def test_a_run(operation, nodes, tmp_path):
