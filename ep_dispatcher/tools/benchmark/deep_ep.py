@@ -49,13 +49,8 @@ class Elastic:
     version = "DeepEP ElasticBuffer (expert layout)"
 
     def __init__(self, group: dist.ProcessGroup, case: Case, topk_idx: Tensor, topk_weights: Tensor):
-        self.buffer = deep_ep.ElasticBuffer(
-            group,
-            num_max_tokens_per_rank=case.tokens,
-            hidden=case.hidden,
-            num_topk=case.topk,
-            explicitly_destroy=True,
-        )
+        sizes = dict(num_max_tokens_per_rank=case.tokens, hidden=case.hidden, num_topk=case.topk)
+        self.buffer = deep_ep.ElasticBuffer(group, **sizes, explicitly_destroy=True)
         self.sms = dict(num_sms=case.sms)
         self.cached = dict(topk_weights=topk_weights, do_expand=True, **self.sms)
         self.options = dict(topk_idx=topk_idx.to(deep_ep.topk_idx_t), num_experts=case.experts, **self.cached)
@@ -84,21 +79,13 @@ class Legacy:
         most = max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in configs)
         self.buffer = deep_ep.Buffer(group, most, 0, explicitly_destroy=True)
         self.num_experts = case.experts
-        self.routing = dict(topk_idx=topk_idx.to(getattr(deep_ep, "topk_idx_t", topk_idx.dtype)))
-        self.routing |= dict(topk_weights=topk_weights)
+        self.topk_idx = topk_idx.to(getattr(deep_ep, "topk_idx_t", topk_idx.dtype))
+        self.options = dict(topk_idx=self.topk_idx, topk_weights=topk_weights, config=self.dispatch_config)
 
     def dispatch(self, x):
-        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
-            self.routing["topk_idx"], self.num_experts
-        )
-        rows, _, _, _, handle, _ = self.buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            config=self.dispatch_config,
-            **self.routing,
-        )
+        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(self.topk_idx, self.num_experts)
+        layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+        rows, _, _, _, handle, _ = self.buffer.dispatch(x, **layout, **self.options)
         return rows, handle
 
     def cached_dispatch(self, x: Tensor, handle):
