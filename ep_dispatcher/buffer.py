@@ -150,33 +150,31 @@ class Buffer:
             with Gather(group, _limit_s(timeout_s)) as gather:
                 everyone = gather("configuration", own_config)
                 mine = everyone[group.rank()]
+                self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
                 with gather.same_on_all_ranks():
                     _check_same(everyone)
-                    hosts, per_node = [one["host"] for one in everyone], mine["same"]["ranks_per_node"]
-                    topology = Topology.make(group.rank(), hosts, per_node)
-                    sizes = mine["sizes"] | dict(dtype=dtype)
-                    of_memory = {name: size for name, size in sizes.items() if name != "num_experts"}
-                    checks.buffer_size(
-                        num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **of_memory
+                    same, hosts = mine["same"], [one["host"] for one in everyone]
+                    topology = Topology.make(group.rank(), hosts, same["ranks_per_node"])
+                    self.config = EngineConfig(
+                        num_nodes=topology.num_nodes,
+                        ranks_per_node=topology.ranks_per_node,
+                        **mine["sizes"],
+                        dtype=dtype,
+                        mask_late_ranks=same["mask_late_ranks"],
+                        group=group,
+                        topology=topology,
+                        hosts=tuple(hosts),
+                        buffer_id=int(self.id),
+                        timeout_s=mine["timeout_s"],
+                        num_sms=mine["num_sms"],
+                        nccl_sms=same["nccl_sms"],
+                        suspendable=same["suspendable"],
+                        store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
+                        gather=gather,
                     )
-                    if mine["same"]["mask_late_ranks"]:
-                        checks.masks(topology.num_nodes, topology.ranks_per_node, mine["same"]["suspendable"])
-                self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
-                self.config = EngineConfig(
-                    group=group,
-                    topology=topology,
-                    hosts=tuple(hosts),
-                    buffer_id=int(self.id),
-                    **sizes,
-                    timeout_s=mine["timeout_s"],
-                    num_sms=mine["num_sms"],
-                    nccl_sms=mine["same"]["nccl_sms"],
-                    suspendable=mine["same"]["suspendable"],
-                    mask_late_ranks=mine["same"]["mask_late_ranks"],
-                    store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
-                    gather=gather,
-                )
-                self.engine: str = mine["same"]["engine"]
+                    checks.buffer_size(self.config)
+                    checks.masks(self.config, self.config.suspendable)
+                self.engine: str = same["engine"]
                 self._history = History(f"ep_dispatcher/change/{self.id}")
                 self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
                 self._engine = engines.make(self.engine, self.config)

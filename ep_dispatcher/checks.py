@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from ep_dispatcher.envs import MAX_TIMEOUT_S
 from ep_dispatcher.errors import DisagreementError, OtherRoutingError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
+
+if TYPE_CHECKING:
+    from ep_dispatcher.memory import Shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
@@ -107,43 +110,38 @@ def buffer_config(
     )
 
 
-def buffer_size(
-    *,
-    num_nodes: int,
-    ranks_per_node: int,
-    hidden: int,
-    num_topk: int,
-    max_tokens_per_rank: int,
-    dtype: torch.dtype,
-) -> None:
+def buffer_size(shape: Shape) -> None:
     """Refuse a buffer that no machine can address, or whose slots int32 cannot count.
 
     Counts rows and weights of all ranks of a node: for each node in the group a staged row of every token, and a slot
     for each of its partial sums. Leaves out lists and flags.
     """
-    slots = max_tokens_per_rank * min(ranks_per_node, num_topk)
-    row = hidden * dtype.itemsize + 4 * num_topk
-    needed = ranks_per_node * num_nodes * (max_tokens_per_rank + slots) * row
-    given = f"{max_tokens_per_rank} with hidden={hidden}"
+    tokens, num_nodes = shape.max_tokens_per_rank, shape.num_nodes
+    slots = tokens * min(shape.ranks_per_node, shape.num_topk)
+    row = shape.hidden * shape.dtype.itemsize + 4 * shape.num_topk
+    needed = shape.num_ranks * (tokens + slots) * row
+    given = f"{tokens} with hidden={shape.hidden}"
     if needed > MAX_NODE_BYTES:
         fail(
             "max_tokens_per_rank",
             f"{given}, for which the ranks of a node need more than {needed} bytes",
-            f"at most {max_tokens_per_rank * MAX_NODE_BYTES // needed} with this hidden; the ranks of a node may need "
+            f"at most {tokens * MAX_NODE_BYTES // needed} with this hidden; the ranks of a node may need "
             f"at most {MAX_NODE_BYTES} bytes",
         )
     if slots > MAX_INT:
         fail("max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {MAX_INT} of them")
-    if num_nodes * max_tokens_per_rank > MAX_INT:  # of a rank and its rail peers
+    if num_nodes * tokens > MAX_INT:  # of a rank and its rail peers
         fail("max_tokens_per_rank", f"{given} on {num_nodes} nodes", f"at most {MAX_INT // num_nodes} on so many")
 
 
-def masks(num_nodes: int, ranks_per_node: int, suspendable: bool) -> None:
+def masks(shape: Shape, suspendable: bool) -> None:
     """Refuse ``mask_late_ranks`` where no engine has it."""
-    if num_nodes > 1:
-        fail("mask_late_ranks", f"True with {num_nodes} nodes", "True on one node")
-    if ranks_per_node > 32:
-        fail("mask_late_ranks", f"True with {ranks_per_node} ranks", "True with at most 32")
+    if not shape.mask_late_ranks:
+        return
+    if shape.num_nodes > 1:
+        fail("mask_late_ranks", f"True with {shape.num_nodes} nodes", "True on one node")
+    if shape.ranks_per_node > 32:
+        fail("mask_late_ranks", f"True with {shape.ranks_per_node} ranks", "True with at most 32")
     if suspendable:
         fail("mask_late_ranks", "True with suspendable=True", "one of both")
 

@@ -64,10 +64,10 @@ class Shape:
     ranks_per_node: int
     num_experts: int
     num_topk: int
-    max_tokens: int
+    max_tokens_per_rank: int
     hidden: int
     dtype: torch.dtype
-    masks: bool = False  # mask_late_ranks
+    mask_late_ranks: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -76,7 +76,7 @@ class Shape:
     @property
     def choices(self) -> int:
         """Entries for the choices of all ranks, padded to whole vectors."""
-        return self.num_ranks * self.max_tokens * round_up(self.num_topk, 8)
+        return self.num_ranks * self.max_tokens_per_rank * round_up(self.num_topk, 8)
 
     @property
     def plans_directly(self) -> bool:
@@ -84,7 +84,7 @@ class Shape:
 
         One node, a lane per choice of a token, and plans of at most 92 KiB of a block's shared memory.
         """
-        words = self.num_experts * -(-self.max_tokens // 32)
+        words = self.num_experts * -(-self.max_tokens_per_rank // 32)
         return self.num_nodes == 1 and self.num_topk <= 32 and self.choices <= 16384 and words <= 4096
 
     @property
@@ -112,18 +112,15 @@ class Shape:
         share = WINDOW_TOKENS // (WINDOW_CHUNKS * max(1, self.num_nodes - 1)) // 16 * 16
         return max(min(share, self.sum_chunk), round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
 
-    @property
-    def window_chunks(self) -> int:
-        return WINDOW_CHUNKS
-
     def chunks(self, length: int) -> int:
         """How many chunks of ``length`` hold all tokens."""
-        return -(-self.max_tokens // length)
+        return -(-self.max_tokens_per_rank // length)
 
     def fill_sizes(self, config: Any) -> Any:
         """Return ``config``, a new ``Config`` of either engine's compiled module, with these sizes."""
-        for name in ("num_nodes", "ranks_per_node", "num_experts", "num_topk", "max_tokens", "hidden", "masks"):
+        for name in ("num_nodes", "ranks_per_node", "num_experts", "num_topk", "hidden"):
             setattr(config, name, getattr(self, name))
+        config.max_tokens, config.masks = self.max_tokens_per_rank, self.mask_late_ranks
         config.dtype = getattr(type(config.dtype), str(self.dtype).removeprefix("torch."))
         return config
 
@@ -131,7 +128,7 @@ class Shape:
         """Return ``config``, a new one of the CUDA engine, with these sizes and chunks."""
         self.fill_sizes(config).plans_directly = self.plans_directly
         config.log_token_chunk, config.log_sum_chunk = (n.bit_length() - 1 for n in (self.token_chunk, self.sum_chunk))
-        config.window_chunk, config.window_chunks = self.window_chunk, self.window_chunks
+        config.window_chunk, config.window_chunks = self.window_chunk, WINDOW_CHUNKS
         return config
 
 
@@ -178,52 +175,37 @@ def buffer_bytes(
         timeout_s=envs.timeout_s.default,
         num_sms=num_sms,
     )
-    num_experts = sizes.pop("num_experts")
     topology = Topology.make(0, ["one host"] * num_ranks, per_node)
-    checks.buffer_size(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **sizes)
-    shape = Shape(
-        topology.num_nodes,
-        topology.ranks_per_node,
-        num_experts,
-        sizes["num_topk"],
-        sizes["max_tokens_per_rank"],
-        sizes["hidden"],
-        dtype,
-        checks.boolean("mask_late_ranks", mask_late_ranks),
-    )
-    if shape.masks:
-        checks.masks(topology.num_nodes, topology.ranks_per_node, suspendable=False)
+    masks = checks.boolean("mask_late_ranks", mask_late_ranks)
+    shape = Shape(topology.num_nodes, topology.ranks_per_node, **sizes, mask_late_ranks=masks)
+    checks.buffer_size(shape)
+    checks.masks(shape, suspendable=False)
     if engine == "cpu":
         return BufferBytes(_C_cpu.region_bytes(shape.fill_sizes(_C_cpu.Config())), {})
     num_sms = DEFAULT_SMS if num_sms is None else int(num_sms)
-    check_cuda_sizes(topology, shape.num_experts, shape.max_tokens)
+    check_cuda_sizes(topology, shape)
     check_cuda_sms(topology, num_sms)
-    check_cuda_masks(shape)
     return cuda_bytes(shape, num_sms)
 
 
-def check_cuda_sizes(topology: Topology, num_experts: int, max_tokens_per_rank: int) -> None:
-    """Raise ValueError if the kernels of the CUDA engine cannot serve a buffer of these sizes."""
+def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
+    """Raise ValueError if the kernels of the CUDA engine cannot serve a buffer of this shape."""
     given = "with engine='cuda'"
     if topology.num_nodes > MAX_NODES or topology.ranks_per_node > MAX_LOCAL:
         text = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
         checks.fail("group", text, f"at most {MAX_NODES} nodes of {MAX_LOCAL} ranks {given}")
     if [rank for ranks in topology.nodes for rank in ranks] != list(range(topology.num_ranks)):
         checks.fail("group", f"nodes {list(topology.nodes)}", f"neighbouring ranks in a node {given}")
-    if num_experts > MAX_EXPERTS:
-        checks.fail("num_experts", num_experts, f"at most {MAX_EXPERTS} {given}")
+    if shape.num_experts > MAX_EXPERTS:
+        checks.fail("num_experts", shape.num_experts, f"at most {MAX_EXPERTS} {given}")
     most_tokens = MAX_TOKENS if topology.num_nodes == 1 else MAX_TOKENS_BETWEEN_NODES
-    if max_tokens_per_rank > most_tokens:
+    if shape.max_tokens_per_rank > most_tokens:
         nodes = f" and {topology.num_nodes} nodes" * (topology.num_nodes > 1)
-        checks.fail("max_tokens_per_rank", max_tokens_per_rank, f"at most {most_tokens} {given}{nodes}")
-
-
-def check_cuda_masks(shape: Shape) -> None:
-    """Raise ValueError if the kernels of the CUDA engine cannot mask ranks at this shape."""
-    if shape.masks and not shape.plans_directly:
-        given = f"True with max_tokens_per_rank={shape.max_tokens}, num_topk={shape.num_topk}"
-        allowed = "it with direct plans: fewer tokens, choices and experts (docs/memory.md) with engine='cuda'"
-        checks.fail("mask_late_ranks", f"{given}, num_experts={shape.num_experts}", allowed)
+        checks.fail("max_tokens_per_rank", shape.max_tokens_per_rank, f"at most {most_tokens} {given}{nodes}")
+    if shape.mask_late_ranks and not shape.plans_directly:
+        sizes = f"max_tokens_per_rank={shape.max_tokens_per_rank}, num_topk={shape.num_topk}"
+        allowed = f"it with direct plans: fewer tokens, choices and experts (docs/memory.md) {given}"
+        checks.fail("mask_late_ranks", f"True with {sizes}, num_experts={shape.num_experts}", allowed)
 
 
 def check_cuda_sms(topology: Topology, num_sms: int) -> None:

@@ -125,11 +125,11 @@ def test_the_host_reads_what_kernels_report(host_side):
 
 
 def test_ranks_of_a_node_must_be_neighbours():
-    from ep_dispatcher.memory import check_cuda_sizes
+    from ep_dispatcher.memory import Shape, check_cuda_sizes
     from ep_dispatcher.topology import Topology
 
     with pytest.raises(ValueError, match="^group: given "):
-        check_cuda_sizes(Topology(0, ((0, 2), (1, 3))), 72, 8)
+        check_cuda_sizes(Topology(0, ((0, 2), (1, 3))), Shape(2, 2, 72, 2, 8, 64, torch.bfloat16))
 
 
 def reports_of(late=None, mistake=None, masks=False, has_messages=False):

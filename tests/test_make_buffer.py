@@ -32,6 +32,7 @@ from test_interrupts import after, handler, interrupt_this_process
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, engines, envs, gather
+from ep_dispatcher.memory import Shape
 
 LIMIT_S = 2.0
 SLACK_S = 20.0  # a loaded machine; a wait that knows no limit is longer
@@ -350,12 +351,12 @@ def test_sizes_beyond_any_memory_are_refused_with_the_largest_ones(pools, hidden
     (message,) = set(pools(2).run(construct, [dict(hidden=hidden, max_tokens_per_rank=tokens)] * 2))
     assert message.startswith(f"max_tokens_per_rank: given {tokens} with hidden={hidden}"), message
     allowed = int(message.partition("allowed: at most ")[2].split()[0])
-    sizes = dict(num_nodes=1, ranks_per_node=2, hidden=hidden, num_topk=CONFIG["num_topk"], dtype=torch.bfloat16)
     if hidden == 8:  # small rows: the number of partial sums is what is too large
         allowed //= 2
-    checks.buffer_size(max_tokens_per_rank=min(allowed, 2**29), **sizes)
+    shape = Shape(1, 2, CONFIG["num_experts"], CONFIG["num_topk"], min(allowed, 2**29), hidden, torch.bfloat16)
+    checks.buffer_size(shape)
     if allowed < 2**29:
-        error_of(checks.buffer_size, max_tokens_per_rank=allowed + 1, **sizes)
+        error_of(checks.buffer_size, dataclasses.replace(shape, max_tokens_per_rank=allowed + 1))
 
 
 @on_ranks(2)

@@ -35,7 +35,7 @@ def narrow(rank: int, chunk: int, chunks: int, num_sms: int | None, run, *given)
     """Call ``run`` where a window has ``chunks`` of ``chunk`` tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory.Shape, "window_chunk", property(lambda shape: chunk))
-        patch.setattr(memory.Shape, "window_chunks", property(lambda shape: chunks))
+        patch.setattr(memory, "WINDOW_CHUNKS", chunks)
         if num_sms is not None:
             patch.setattr("ep_dispatcher.engines.cuda.engine.DEFAULT_SMS", num_sms)
         return run(rank, *given)

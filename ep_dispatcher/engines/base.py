@@ -14,34 +14,29 @@ from torch.distributed import ProcessGroup, Store
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
+from ep_dispatcher.memory import Shape
 from ep_dispatcher.plain import is_plain, plain
 from ep_dispatcher.topology import Topology
 
 
-@dataclass(frozen=True)
-class EngineConfig:
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Shape):
     """The settings of one buffer, checked. All ranks have the same, except for rank, limits and num_sms."""
 
     group: ProcessGroup
     topology: Topology
     hosts: tuple[str, ...]  # of the ranks
     buffer_id: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    max_tokens_per_rank: int
-    dtype: torch.dtype
     timeout_s: float
     num_sms: int | None
     nccl_sms: int
     suspendable: bool
-    mask_late_ranks: bool
     store: Store  # of the group's ranks, under a prefix for this buffer alone
     gather: Gather  # collective, while the engine is made; returns every rank's result, or raises alike on all ranks
 
     @property
     def num_local_experts(self) -> int:
-        return self.num_experts // self.topology.num_ranks
+        return self.num_experts // self.num_ranks
 
 
 # Every operation makes a request, so requests are NamedTuples: a frozen dataclass takes four times as long to make.

@@ -37,11 +37,6 @@ from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CompletedEvent
 from ep_dispatcher.plain import plain, require_memory
 
-_DTYPES = {
-    torch.float32: _C_cpu.DType.float32,
-    torch.bfloat16: _C_cpu.DType.bfloat16,
-    torch.float16: _C_cpu.DType.float16,
-}
 _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
 _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
 
@@ -100,13 +95,9 @@ class CpuEngine:
     def __init__(self, config: EngineConfig):
         topology = config.topology
         self._config, self._topology, self._wait_ns = config, topology, {}
-        c = self._c_config = _C_cpu.Config()
+        c = self._c_config = config.fill_sizes(_C_cpu.Config())
         c.rank, c.node, c.local_rank = topology.rank, topology.node, topology.local_rank
         c.rank_at = [r for ranks in topology.nodes for r in ranks]
-        c.num_nodes, c.ranks_per_node = topology.num_nodes, topology.ranks_per_node
-        c.num_experts, c.num_topk = config.num_experts, config.num_topk
-        c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
-        c.masks = config.mask_late_ranks
         if config.mask_late_ranks:
             self.layouts = ("decode",)
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")

@@ -32,7 +32,7 @@ from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_masks, check_cuda_sizes, check_cuda_sms
+from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
@@ -74,18 +74,7 @@ class CudaEngine(Launches):
         self._thread = threading.get_ident()  # the one that made the buffer
         self._stamps: Tensor | None = None
         with config.gather.same_on_all_ranks():
-            check_cuda_sizes(topology, config.num_experts, config.max_tokens_per_rank)
-            shape = Shape(
-                topology.num_nodes,
-                topology.ranks_per_node,
-                config.num_experts,
-                config.num_topk,
-                config.max_tokens_per_rank,
-                config.hidden,
-                config.dtype,
-                config.mask_late_ranks,
-            )
-            check_cuda_masks(shape)
+            check_cuda_sizes(topology, config)
         # If one rank refuses, all learn it here, before any of them waits for the others to allocate.
         with config.gather.same_on_all_ranks():
             wire = wire_of(config)
@@ -93,8 +82,8 @@ class CudaEngine(Launches):
         with config.gather.same_on_all_ranks():
             self._regions = regions_of(config, wire)
         compiled = self._compiled = self._regions.compiled
-        c = self._c_config = self._native_config(compiled, shape)
-        if shape.masks:
+        c = self._c_config = self._native_config(compiled)
+        if config.mask_late_ranks:
             self.layouts = ("decode",)
 
         def allocate() -> None:
@@ -125,7 +114,7 @@ class CudaEngine(Launches):
             rail = mapped_rail(topology, self._regions.rail, mapped)
             if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
                 compiled = self._compiled = _C_cuda
-                c = self._c_config = self._native_config(compiled, shape)
+                c = self._c_config = self._native_config(compiled)
             self._c = compiled.Engine(
                 config=c,
                 regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
@@ -178,8 +167,8 @@ class CudaEngine(Launches):
                 regions.free(is_sound=False) if is_attached else regions.abandon()
             raise
 
-    def _native_config(self, compiled: ModuleType, shape: Shape) -> Any:
-        c = shape.cuda_config(compiled.Config())
+    def _native_config(self, compiled: ModuleType) -> Any:
+        c = self._config.cuda_config(compiled.Config())
         c.rank = self._topology.rank
         return c
 
