@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Optional, overload
+from typing import Any, overload
 
 import torch
 from torch import SymInt, Tensor
@@ -42,25 +42,23 @@ def _anchor(rows: Tensor, num_rows: int | SymInt) -> Tensor:
     return rows.new_zeros(()).expand(num_rows, rows.shape[1])
 
 
-def _dispatch_flat(
-    rows: Tensor,
-    scales: Optional[Tensor],
-    topk_idx: Optional[Tensor],
-    topk_weights: Optional[Tensor],
-    plan: Optional[Tensor],
-    layout: str,
-    expert_alignment: int,
-    num_rows: int,
-    quantize: Optional[str],
-    buffer_id: str,
-    after: Optional[Tensor] = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _dispatch_inputs(inputs: tuple[Any, ...]) -> tuple[Buffer, DispatchRequest]:
+    """Return what the inputs of `dispatch_op` stand for."""
+    return find_buffer(inputs[_DISPATCH_FIELDS]), DispatchRequest(*inputs[:_DISPATCH_FIELDS])
+
+
+def _combine_inputs(inputs: tuple[Any, ...]) -> tuple[Buffer, CombineRequest]:
+    """Return what the inputs of `combine_op` stand for."""
+    return find_buffer(inputs[_COMBINE_FIELDS]), CombineRequest(*inputs[:_COMBINE_FIELDS])
+
+
+def _dispatch_flat(*inputs: Any, after: Tensor | None = None) -> tuple[Tensor, ...]:
     """Run one dispatch with a flat list of arguments and results: torch.library takes no tuples, and returns no None.
 
     Results that were not asked for have no elements.
     """
-    request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
-    received = _run_dispatch(find_buffer(buffer_id), request)
+    buffer, request = _dispatch_inputs(inputs)
+    received, rows = _run_dispatch(buffer, request), request.rows
 
     def given(t: Tensor | None, dtype: torch.dtype) -> Tensor:
         return rows.new_empty(0, dtype=dtype) if t is None else t
@@ -77,37 +75,22 @@ def _dispatch_flat(
     )
 
 
-dispatch_op = torch.library.custom_op("ep_dispatcher::dispatch", _dispatch_flat, mutates_args=())
-
-
-@dispatch_op.register_fake
-def _(
-    rows: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor | None,
-    topk_weights: Tensor | None,
-    plan: Tensor | None,
-    layout: str,
-    expert_alignment: int,
-    num_rows: int,
-    quantize: str | None,
-    buffer_id: str,
-    after: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    buffer = find_buffer(buffer_id)
-    engine, num_topk = buffer.live_engine(), buffer.config.num_topk
-    by_rank, static = layout == "rank", num_rows >= 0
+def _dispatch_fake(*inputs: Any, after: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    buffer, request = _dispatch_inputs(inputs)
+    rows, quantize, num_rows, num_topk = request.rows, request.quantize, request.num_rows, buffer.config.num_topk
+    by_rank, static = request.layout == "rank", num_rows >= 0
     size: int | SymInt = num_rows if static else torch.library.get_ctx().new_dynamic_size()
     plan_size: int | SymInt = 0
-    if plan is None:
-        plan_size = engine.plan_capacity(num_rows, layout) if static else torch.library.get_ctx().new_dynamic_size()
+    if request.plan is None:
+        capacity = buffer.live_engine().plan_capacity
+        plan_size = capacity(num_rows, request.layout) if static else torch.library.get_ctx().new_dynamic_size()
     hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype
-    pair = quantize is not None or scales is not None
+    pair = quantize is not None or request.scales is not None
     weights_shape = (size, num_topk) if by_rank else (size,)
     received = Received(
         rows=rows.new_empty(size, hidden, dtype=dtype),
         scales=rows.new_empty((size, checks.num_scales(hidden)) if pair else 0, dtype=torch.float32),
-        topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
+        topk_weights=rows.new_empty(0 if request.topk_weights is None else weights_shape, dtype=torch.float32),
         topk_idx=rows.new_empty((size, num_topk) if by_rank else 0, dtype=torch.int64),
         tokens_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         rows_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
@@ -117,38 +100,18 @@ def _(
     return tuple(received)
 
 
-def _combine_flat(
-    y: Tensor,
-    plan: Tensor,
-    topk_weights: Optional[Tensor],
-    num_tokens: int,
-    layout: str,
-    buffer_id: str,
-    after: Optional[Tensor] = None,
-) -> tuple[Tensor, Tensor]:
+def _combine_flat(*inputs: Any, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Run one combine with a flat list of arguments and results."""
-    request = CombineRequest(y, plan, topk_weights, num_tokens, layout)
-    combined = operation.run_combine(find_buffer(buffer_id), request)
-    weights = combined.topk_weights
-    return combined.x, y.new_empty(0, dtype=torch.float32) if weights is None else weights
+    buffer, request = _combine_inputs(inputs)
+    x, weights = operation.run_combine(buffer, request)
+    return x, x.new_empty(0, dtype=torch.float32) if weights is None else weights
 
 
-combine_op = torch.library.custom_op("ep_dispatcher::combine", _combine_flat, mutates_args=())
-
-
-@combine_op.register_fake
-def _(
-    y: Tensor,
-    plan: Tensor,
-    topk_weights: Tensor | None,
-    num_tokens: int,
-    layout: str,
-    buffer_id: str,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    num_topk = find_buffer(buffer_id).config.num_topk
-    weights = y.new_empty((num_tokens, num_topk) if topk_weights is not None else 0, dtype=torch.float32)
-    return y.new_empty(num_tokens, y.shape[1]), weights
+def _combine_fake(*inputs: Any, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    buffer, request = _combine_inputs(inputs)
+    y, shape = request.y, (request.num_tokens, buffer.config.num_topk)
+    weights = y.new_empty(0 if request.topk_weights is None else shape, dtype=torch.float32)
+    return y.new_empty(request.num_tokens, y.shape[1]), weights
 
 
 # The types of a request's fields, unless one is a subclass of Tensor or a size of a traced graph.
@@ -234,51 +197,42 @@ def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, bu
     ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer.backward_note
 
 
-def _dispatch_backward(
-    ctx: Any, rows: Tensor | None, topk_weights: Tensor | None, anchor: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of rows and topk_weights, from those of the dispatch's outputs. None stands for 0."""
-    # All ranks must ask for the same. So what they gave to the dispatch decides, not what needs a gradient here.
-    buffer, plan = buffer_of(ctx), _saved_plan(ctx)
-    config = buffer.config
-    grad = anchor if ctx.quantize else rows  # the anchor stands for the exact rows
-    if grad is None:
-        grad = plan.new_zeros(ctx.num_rows, config.hidden, dtype=config.dtype)
-    if not ctx.has_weights:
-        topk_weights = None
-    elif topk_weights is None:
-        shape = (ctx.num_rows,) if ctx.layout == "expert" else (ctx.num_rows, config.num_topk)
-        topk_weights = plan.new_zeros(shape, dtype=torch.float32)
-    request = CombineRequest(
-        y=grad.to(config.dtype),  # float8 rows have no gradient; only their weights do
-        plan=plan,
-        topk_weights=topk_weights,
-        num_tokens=ctx.num_tokens,
-        layout=ctx.layout,
-    )
-    combined = _differentiable_combine(buffer, request)
-    return combined.x, combined.topk_weights if ctx.has_weights else None
-
-
 def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> None:
     """Save for the backward of a combine, which is a dispatch."""
     ctx.save_for_backward(request.plan)
-    ctx.num_tokens, ctx.num_rows = request.num_tokens, request.y.shape[0]
-    ctx.layout, ctx.has_weights = request.layout, request.topk_weights is not None
-    ctx.buffer_id, ctx.note = buffer.id, buffer.backward_note
+    ctx.num_tokens, ctx.num_rows, ctx.layout = request.num_tokens, request.y.shape[0], request.layout
+    ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer.backward_note
+
+
+def _or_zeros(grad: Tensor | None, plan: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a gradient in ``dtype``. None stands for 0."""
+    return plan.new_zeros(shape, dtype=dtype) if grad is None else grad.to(dtype)
+
+
+def _dispatch_backward(
+    ctx: Any, rows: Tensor | None, topk_weights: Tensor | None, anchor: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of rows and topk_weights, from those of the dispatch's outputs."""
+    # All ranks must ask for the same. So what they gave to the dispatch decides, not what needs a gradient here.
+    buffer, plan = buffer_of(ctx), _saved_plan(ctx)
+    config, grad_weights = buffer.config, None
+    # The anchor stands for the exact rows. Float8 rows that were given have no gradient; only their weights do.
+    grad = _or_zeros(anchor if ctx.quantize else rows, plan, (ctx.num_rows, config.hidden), config.dtype)
+    if ctx.has_weights:
+        shape = (ctx.num_rows,) if ctx.layout == "expert" else (ctx.num_rows, config.num_topk)
+        grad_weights = _or_zeros(topk_weights, plan, shape, torch.float32)
+    combined = _differentiable_combine(buffer, CombineRequest(grad, plan, grad_weights, ctx.num_tokens, ctx.layout))
+    return combined.x, combined.topk_weights if ctx.has_weights else None
 
 
 def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of y and topk_weights, from those of the combine's outputs. None stands for 0."""
+    """Return the gradients of y and topk_weights, from those of the combine's outputs."""
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
-    config = buffer.config
-    if x is None:
-        x = plan.new_zeros(ctx.num_tokens, config.hidden, dtype=config.dtype)
-    if not ctx.has_weights:
-        topk_weights = None
-    elif topk_weights is None:
-        topk_weights = plan.new_zeros(ctx.num_tokens, config.num_topk, dtype=torch.float32)
-    request = DispatchRequest(x, topk_weights=topk_weights, plan=plan, layout=ctx.layout, num_rows=ctx.num_rows)
+    config, grad_weights = buffer.config, None
+    grad = _or_zeros(x, plan, (ctx.num_tokens, config.hidden), config.dtype)
+    if ctx.has_weights:
+        grad_weights = _or_zeros(topk_weights, plan, (ctx.num_tokens, config.num_topk), torch.float32)
+    request = DispatchRequest(grad, topk_weights=grad_weights, plan=plan, layout=ctx.layout, num_rows=ctx.num_rows)
     received = _differentiable_dispatch(buffer, request)
     return received.rows, received.topk_weights if ctx.has_weights else None
 
@@ -361,8 +315,8 @@ _eager_dispatch, _eager_combine = plain_apply(_EagerDispatch), plain_apply(_Eage
 
 
 def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *fields, buffer_id, _ = inputs
-    _keep_for_combine(ctx, DispatchRequest(*fields), Received(*output), find_buffer(buffer_id))
+    buffer, request = _dispatch_inputs(inputs)
+    _keep_for_combine(ctx, request, Received(*output), buffer)
 
 
 def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -372,8 +326,8 @@ def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, 
 
 
 def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *fields, buffer_id, _ = inputs
-    _keep_for_dispatch(ctx, CombineRequest(*fields), find_buffer(buffer_id))
+    buffer, request = _combine_inputs(inputs)
+    _keep_for_dispatch(ctx, request, buffer)
 
 
 def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,7 +335,24 @@ def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, .
     return grad_y, None, grad_weights, *[None] * 4  # in the order of the operator's arguments
 
 
+dispatch_op = torch.library.custom_op(
+    "ep_dispatcher::dispatch",
+    _dispatch_flat,
+    mutates_args=(),
+    schema="(Tensor rows, Tensor? scales, Tensor? topk_idx, Tensor? topk_weights, Tensor? plan, str layout, "
+    "SymInt expert_alignment, SymInt num_rows, str? quantize, str buffer_id, Tensor? after=None) -> "
+    f"({', '.join(['Tensor'] * len(Received._fields))})",
+)
+dispatch_op.register_fake(_dispatch_fake)
 dispatch_op.register_autograd(_dispatch_op_backward, setup_context=_dispatch_op_setup)
+combine_op = torch.library.custom_op(
+    "ep_dispatcher::combine",
+    _combine_flat,
+    mutates_args=(),
+    schema="(Tensor y, Tensor plan, Tensor? topk_weights, SymInt num_tokens, str layout, str buffer_id, "
+    "Tensor? after=None) -> (Tensor, Tensor)",
+)
+combine_op.register_fake(_combine_fake)
 combine_op.register_autograd(_combine_op_backward, setup_context=_combine_op_setup)
 
 
