@@ -51,7 +51,7 @@ def find_buffer(buffer_id: str) -> Buffer:
 def _end_operations() -> None:
     """Let daemon threads leave their operations: Python would end them inside, which aborts the process."""
     for buffer in list(_buffers.values()):
-        if buffer._engine is not None and buffer._engine.is_busy:  # noqa: SLF001
+        if buffer._engine is not None and buffer._engine.health.is_busy:  # noqa: SLF001
             buffer.destroy()
 
 
@@ -203,7 +203,7 @@ class Buffer:
     @property
     def is_suspended(self) -> bool:
         """Whether suspend() was called, and resume() not yet."""
-        return self._engine is not None and self._engine.is_suspended
+        return self._engine is not None and self._engine.health.suspended
 
     def dispatch(
         self,
@@ -278,7 +278,7 @@ class Buffer:
                 return_hook=return_hook,
             )
             decode.refuse_asynchronous(request.sends_only, async_finish)
-            return operation.dispatch(self, request, handle)
+            return operation.dispatch_output(self, request, operation.run_dispatch(self, request), handle)
 
     def plan(
         self,
@@ -349,7 +349,7 @@ class Buffer:
         with self._async_scope(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
             request = operation.combine_request(self, y, handle, topk_weights, weights, out, return_hook)
             decode.refuse_asynchronous(request.sends_only, async_finish)
-            return operation.combine(self, request, out)
+            return operation.combine_output(self, request, operation.run_combine(self, request), out)
 
     @property
     def dispatch_wait_ns(self) -> Tensor | None:
@@ -409,7 +409,7 @@ class Buffer:
         Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
         called check() at the same place.
         """
-        with self._errors_explained():
+        with self.errors_explained():
             self.live_engine().check()
 
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
@@ -509,7 +509,7 @@ class Buffer:
         """
         engine, config = self._masking_engine(), self.config
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
-        with self._errors_explained():
+        with self.errors_explained():
             engine.unmask(
                 partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history)
             )
@@ -529,7 +529,7 @@ class Buffer:
         if not dist.is_initialized():
             checks.fail("buffer", "one whose process group is gone", f"{change}() before destroy_process_group()")
         meet = partial(Gather, config.group, config.timeout_s, operation=change, history=self._history)
-        with self._errors_explained():
+        with self.errors_explained():
             engine.suspend(meet) if change == "suspend" else engine.resume(meet)
 
     def destroy(self) -> None:
@@ -541,7 +541,7 @@ class Buffer:
             engine, self._engine = self._engine, None
             try:
                 _buffers.pop(self.id, None)
-                with self._errors_explained():
+                with self.errors_explained():
                     engine.destroy()
             except BaseException:  # wherever it was raised, the other ranks must learn at once that this one left
                 with suppress(Exception):  # the first error is the one to raise
@@ -602,7 +602,7 @@ class Buffer:
         return error
 
     @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
+    def errors_explained(self) -> Iterator[None]:
         """Raise an engine's errors in the caller's terms."""
         try:
             yield

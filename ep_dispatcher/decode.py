@@ -78,14 +78,9 @@ def rows_by_expert(
     if scales is None:
         return rows
     if scales.dim() == 2:  # the CPU engine writes them by row, and is complete
-        scales = _by_column(scales.view(*rows.shape[:2], scales.shape[1]), request.packs_scales)
+        scales = scales.view(*rows.shape[:2], scales.shape[1])
+        scales = float8.column_major(float8.packed_exponents(scales) if request.packs_scales else scales)
     return (rows, scales) if request.packs_scales else float8.QuantizedRows(rows, scales)
-
-
-def _by_column(by_row: Tensor, packs: bool) -> Tensor:
-    """Return scales [experts, rows, columns] in memory by column."""
-    by_row = float8.packed_exponents(by_row) if packs else by_row
-    return by_row.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def combine_request(

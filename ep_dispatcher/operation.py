@@ -156,16 +156,6 @@ def as_autocast(buffer: Buffer, value: Any) -> Any:
     return value.to(dtype) if value.dtype in checks.DTYPES and value.device.type == device else value
 
 
-def dispatch(buffer: Buffer, request: DispatchRequest, handle: Handle | None) -> DispatchOutput:
-    """Run a checked dispatch without gradients. handle: that of the request's plan."""
-    return dispatch_output(buffer, request, run_dispatch(buffer, request), handle)
-
-
-def combine(buffer: Buffer, request: CombineRequest, out: Tensor | None = None) -> CombineOutput:
-    """Run a checked combine without gradients. out: the caller's; decode layout has it."""
-    return combine_output(buffer, request, run_combine(buffer, request), out)
-
-
 def run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     engine = buffer.live_engine()
     if engine.unreceived is not None:
@@ -197,10 +187,8 @@ def receive(buffer: Buffer) -> None:
 
 def check_routing(buffer: Buffer, topk_idx: Tensor) -> None:
     """Raise ValueError for an invalid entry, if the host can read it without a wait."""
-    try:
+    with buffer.errors_explained():
         buffer.live_engine().check_routing(topk_idx)
-    except ValueError as error:
-        raise buffer.explained(error)  # noqa: B904  # it has its cause
 
 
 def compare_routing(buffer: Buffer, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
@@ -208,12 +196,10 @@ def compare_routing(buffer: Buffer, planned: Tensor, given: Tensor, where: tuple
 
     planned, given: int64 [num_tokens, num_topk]. Raises ValueError at once for unequal numbers of tokens.
     """
-    try:
+    with buffer.errors_explained():
         if given.shape != planned.shape:
             raise checks.other_routing("topk_idx", f"{len(given)} tokens", f"{len(planned)} tokens", where)
         buffer.live_engine().compare_routing(plain("topk_idx", planned), plain("topk_idx", given), where)
-    except (PeerTimeoutError, ValueError) as error:
-        raise buffer.explained(error)  # noqa: B904  # it has its cause
 
 
 def check_received(engine: Engine, operation: str) -> None:

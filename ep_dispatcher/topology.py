@@ -70,9 +70,7 @@ class Topology:
         num_ranks = len(host_of)
         if ranks_per_node is not None:
             if ranks_per_node < 1 or num_ranks % ranks_per_node:
-                raise ValueError(
-                    f"ranks_per_node: given {ranks_per_node}, allowed: a divisor of the number of ranks ({num_ranks})"
-                )
+                checks.fail("ranks_per_node", ranks_per_node, f"a divisor of the number of ranks ({num_ranks})")
             nodes = [tuple(range(r, r + ranks_per_node)) for r in range(0, num_ranks, ranks_per_node)]
             for node in nodes:
                 if len({host_of[r] for r in node}) > 1:

@@ -12,7 +12,7 @@ from test_errors import assert_refused
 from test_faults import ActsIn, tell, wait_for
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks, follow_chain
+from ep_dispatcher.engines.faults import GRACE_S, follow_chain
 from ep_dispatcher.tools.testing import same_bits
 
 
@@ -46,15 +46,15 @@ def test_a_store_that_hangs_does_not_hang_the_rank():
 def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     words = {"1": word([3]), "2": word([1, 5])}  # 0 waits for 1 and 2; these say for whom they wait themselves
     store = Words(words)
-    assert find_late_ranks(store, 0, [1, 2]) == [3, 5]
+    assert follow_chain(store, 0, [1, 2]).late_ranks == [3, 5]
     assert json.loads(store["0"])["waits"] == [1, 2]
 
 
 def test_ranks_of_this_node_name_the_others_of_a_late_one():
     words = {"1": word([3]), "4": word([5])}  # 0 and 1 are a node, 2 and 3 another one
-    assert find_late_ranks(Words(words), 0, [2], beside=[0, 1]) == [2, 3]
-    assert find_late_ranks(Words({}), 0, [2], beside=[0, 1]) == [2], "a rank beside that has said nothing is not late"
-    assert find_late_ranks(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]) == [0]
+    assert follow_chain(Words(words), 0, [2], beside=[0, 1]).late_ranks == [2, 3]
+    assert follow_chain(Words({}), 0, [2], beside=[0, 1]).late_ranks == [2], "a rank beside that has said nothing is not late"
+    assert follow_chain(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]).late_ranks == [0]
 
 
 def test_nobody_listens_for_ranks_that_have_left():
@@ -122,7 +122,7 @@ def test_only_the_rank_that_gave_up_is_blamed_and_at_once(rank, engine, ranks_pe
 @on_ranks(1)
 def test_a_second_thread_is_told(rank, engine):
     with make_buffer(engine=engine) as buffer:
-        with buffer._engine._health.operation("combine"):  # as another thread is in
+        with buffer._engine.health.operation("combine"):  # as another thread is in
             with pytest.raises(ValueError, match="^buffer: given while another thread"):
                 buffer.dispatch(*inputs(rank, device=device(buffer)))
         round_trip(buffer)

@@ -3,12 +3,12 @@
 import logging
 import time
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from test_cuda_build import needs_module, reports_of
 
 import ep_dispatcher as ep
+from ep_dispatcher.engines import health
 from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.stuck_kernels import REASON, StuckKernels
 
@@ -18,7 +18,7 @@ GRACE_S = 0.2
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(stuck_kernels, "GRACE_S", GRACE_S)
-    monkeypatch.setattr(stuck_kernels, "LOOK_S", 0.02)
+    monkeypatch.setattr(health, "LOOK_S", 0.02)
 
 
 def test_it_is_stuck_some_time_after_the_report():
@@ -34,18 +34,23 @@ def test_it_is_stuck_some_time_after_the_report():
     assert time.monotonic() - begin >= GRACE_S
 
 
-@pytest.mark.parametrize("answers,said", [([False, False, True], True), ([False, None], False)])
-def test_a_thread_says_it_while_the_program_waits(answers, said, caplog):
-    engine = Mock(has_stuck_kernel=Mock(side_effect=answers))
-    with caplog.at_level(logging.ERROR):
-        thread = stuck_kernels.watch(engine)
-        thread.join(5)
-    assert not thread.is_alive() and engine.has_stuck_kernel.call_count == len(answers)
-    assert (REASON in caplog.text) == said
+class Watched:
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def look(self):
+        return self.answers.pop(0)
+
+
+def test_a_thread_looks_until_there_is_nothing_to_look_for():
+    engine = Watched(False, False, True)
+    thread = health.watch(engine.look, "watch")
+    thread.join(5)
+    assert not thread.is_alive() and not engine.answers
 
 
 def test_the_thread_ends_with_the_engine():
-    thread = stuck_kernels.watch(Mock(has_stuck_kernel=lambda: False))  # nobody keeps it
+    thread = health.watch(Watched(*[False] * 10_000).look, "watch")  # nobody keeps it
     thread.join(5)
     assert not thread.is_alive()
 
@@ -64,14 +69,14 @@ def engine(cuda):
     late = ("combine", "partial sums", 7, [2], 1.5)
     made = object.__new__(cuda.CudaEngine)
     made._reports, made.aborts = reports_of(late)
-    made._health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)
+    made.health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)
     made._stuck = StuckKernels(lambda: late)
     made._aborts = SimpleNamespace(run=lambda: None)
     return made
 
 
 @needs_module
-def test_a_wait_ends_with_the_names_of_late_ranks(engine, cuda):
+def test_a_wait_ends_with_the_names_of_late_ranks(engine, cuda, caplog):
     """Then destroy() frees nothing that the kernel may write."""
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as caught:
@@ -79,21 +84,24 @@ def test_a_wait_ends_with_the_names_of_late_ranks(engine, cuda):
     assert GRACE_S <= time.monotonic() - begin < GRACE_S + 2
     assert caught.value.late_ranks == (2,) and caught.value.epoch == 7
     assert REASON in str(caught.value) and caught.value.reason == REASON
-    assert engine.aborts == [1] and engine._health.ended
-    assert engine.has_stuck_kernel()
+    assert engine.aborts == [1] and engine.health.ended
+    with caplog.at_level(logging.ERROR):
+        health.watch(engine.report_stuck_kernel, "watch").join(5)  # while the program waits
+    assert REASON in caplog.text
+    caplog.clear()
     begin = time.monotonic()
     engine._free()  # else it would wait for the device, or free: this engine has nothing to free
     assert GRACE_S <= time.monotonic() - begin < GRACE_S + 2
     assert cuda._stuck_engines == [engine]
     engine._stream = SimpleNamespace(query=lambda: True)
-    assert engine.has_stuck_kernel() is None, "it has ended after all"
+    assert engine.report_stuck_kernel() and not caplog.records, "it has ended after all"
 
 
 @needs_module
 def test_the_thread_asks_no_stream_before_a_report(engine):
     """It could be captured."""
     engine._stuck, engine._stream = StuckKernels(lambda: None), None
-    assert engine.has_stuck_kernel() is False
+    assert not engine.report_stuck_kernel()
 
 
 @needs_module

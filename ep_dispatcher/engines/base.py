@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
+from ep_dispatcher.engines.health import Health
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
@@ -154,6 +155,7 @@ class Engine(Protocol):
     used_sms: int  # the most multiprocessors that an operation uses, NCCL's included
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
     label: int  # set by the caller; a dispatch with too few rows has it in its error
+    health: Health
 
     @property
     def unreceived(self) -> str | None:
@@ -220,14 +222,6 @@ class Engine(Protocol):
 
     def resume(self, meet: Callable[[], Gather]) -> None:
         """Take the memory again, at the same addresses. Errors as in `suspend`."""
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether `suspend` has freed the memory."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a thread is inside an operation."""
 
     def destroy(self) -> None:
         """End the engine, also while it is suspended."""

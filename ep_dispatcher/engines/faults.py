@@ -26,11 +26,6 @@ class Chain(NamedTuple):
     reason: str = ""  # further facts, in words
 
 
-def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int], beside: Iterable[int] = ()) -> list[int]:
-    """Call ``follow_chain`` without further facts, and return the late ranks."""
-    return follow_chain(store, rank, waited_for, beside=beside).late_ranks
-
-
 def follow_chain(
     store: Store,
     rank: int,

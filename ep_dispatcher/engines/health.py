@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
 from ep_dispatcher import checks
+
+LOOK_S = 1.0  # how often a watching thread looks
+
+
+def watch(look: Callable[[], bool], name: str) -> threading.Thread:
+    """Call a method of an engine from time to time, in a thread, until it returns True or the engine is gone.
+
+    Meanwhile the main thread may be waiting for the GPU.
+    """
+    thread = threading.Thread(target=_watch, args=(weakref.WeakMethod(look),), daemon=True, name=name)
+    thread.start()
+    return thread
+
+
+def _watch(look_ref: Callable[[], Callable[[], bool] | None]) -> None:
+    is_done = False
+    while not is_done:
+        time.sleep(LOOK_S)
+        look = look_ref()
+        is_done = look is None or look()
+        del look  # this thread must not keep the engine alive
 
 
 class Operation:
@@ -78,35 +101,25 @@ class Health:
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of the buffer
         self._aborted = False
         self._inside: Operation | None = None
-        self._stopped = False
+        self.is_stopped = False  # the buffer is destroyed, or about to be
         self.suspended = False
         self._free: Callable[[], None] | None = None  # until it has run
 
     @property
     def ended(self) -> bool:
         """Return whether the buffer can only be destroyed, or is destroyed."""
-        return self._stopped or self._failure is not None
+        return self.is_stopped or self._failure is not None
 
     @property
     def is_busy(self) -> bool:
         """Return whether a thread is inside an operation."""
         return self._inside is not None
 
-    @property
-    def is_stopped(self) -> bool:
-        """Return whether the buffer is destroyed, or about to be."""
-        return self._stopped
-
-    @property
-    def is_forked(self) -> bool:
-        """Return whether this process is a forked child of the one that made the buffer."""
-        return os.getpid() != self._pid
-
     def raise_if_ended(self, *, suspended: bool = False, ended: bool = False) -> None:
         """Raise if the buffer has ended (unless ``ended``), or if it is suspended and should not be, or vice versa."""
         if os.getpid() != self._pid:
             checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
-        if self._stopped:
+        if self.is_stopped:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
         failure = self._failure
         if failure is not None and not ended:
@@ -139,11 +152,11 @@ class Health:
         leaves, if it is still inside after ``timeout_s``, or if it is this thread (a signal handler destroys the
         buffer). Return whether all is free. A forked child frees nothing: its memory belongs to its parent.
         """
-        if self.is_forked:
+        if os.getpid() != self._pid:
             return False
         with self._lock:
-            if not self._stopped:
-                self._stopped, self._free = True, free
+            if not self.is_stopped:
+                self.is_stopped, self._free = True, free
             inside = self._inside
             if inside is not None:
                 interrupt()
@@ -157,7 +170,7 @@ class Health:
         """End the buffer's use after an error inside an operation: for the others this rank is late now."""
         text = f"this buffer gave up in {operation.name}, by {type(error).__name__}: {error}; destroy() it"
         self.end(partial(RuntimeError, text))
-        if self._stopped and isinstance(error, Exception):
+        if self.is_stopped and isinstance(error, Exception):
             raise RuntimeError(
                 "this buffer was destroyed, by another thread or a signal handler, while this thread was in "
                 f"{operation.name}"
@@ -168,7 +181,7 @@ class Health:
             return
         with self._lock:
             self._inside = None
-            if self._stopped:  # only then does a thread wait for this
+            if self.is_stopped:  # only then does a thread wait for this
                 if self._free is not None:
                     self._release()
                 self._changed.notify_all()

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs
-from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.topology import registered_group
 
@@ -53,7 +53,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
         waited_s, rank = time.monotonic() - started, group.rank()
         prefix = f"ep_dispatcher/agree/{name}/{_agreements[name]}"
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        late = find_late_ranks(store, rank, [r for r in range(group.size()) if r != rank])
+        late = follow_chain(store, rank, [r for r in range(group.size()) if r != rank]).late_ranks
         error = ep.PeerTimeoutError("dispatch", 0, about, rank, late, waited_s)
         error.note = note
         raise error from cause

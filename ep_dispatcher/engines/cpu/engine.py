@@ -103,8 +103,8 @@ class CpuEngine:
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
         self._trace = trace_of(topology.rank)
         self._connections = _Connections()
-        self._health = Health(self._connections.abort)
-        self._masks = Masks(self._health)
+        self.health = Health(self._connections.abort)
+        self._masks = Masks(self.health)
         self._c: _C_cpu.Engine
         self._rail: Rail
         store = OwnKeys(config.store)
@@ -310,15 +310,15 @@ class CpuEngine:
         wait_ns.detach().add_(torch.tensor(waited, dtype=torch.int64, device="cpu"))
 
     def check(self) -> None:
-        self._health.raise_if_ended()
+        self.health.raise_if_ended()
 
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
         """Do nothing: errors of the caller are raised by their operation."""
 
     def counters(self) -> dict[str, list[int]]:
         """Return bytes in total for each rank of the group: those in its memory, or sent to it between nodes."""
-        if self._health.is_stopped:
-            self._health.raise_if_ended()
+        if self.health.is_stopped:
+            self.health.raise_if_ended()
 
         def of_rail(by_node: list[int]) -> list[int]:
             sent = dict(zip(self._rail.ranks, by_node, strict=True))
@@ -336,7 +336,7 @@ class CpuEngine:
         return torch.tensor(self._c.masked, dtype=torch.int32, device="cpu")
 
     def mask_rank(self, rank: int) -> None:
-        self._health.raise_if_ended()
+        self.health.raise_if_ended()
         self._c.mask(rank)
 
     def unmask(self, meet: Callable[[], Gather]) -> None:
@@ -347,22 +347,14 @@ class CpuEngine:
         self._masks.unmask(meet, settle=lambda: self._c.epoch, reset=reset)
 
     def suspend(self, meet: Callable[[], Gather]) -> None:
-        suspension.suspend(meet, self._health, settle=lambda: None, give_back=self._c.give_back)
+        suspension.change("suspend", meet, self.health, lambda: None, self._c.give_back)
 
     def resume(self, meet: Callable[[], Gather]) -> None:
         """Resume. The system allocates memory page by page when it is used."""
-        suspension.resume(meet, self._health, take=lambda: None, attach=lambda: None, drop=lambda: None)
-
-    @property
-    def is_suspended(self) -> bool:
-        return self._health.suspended
-
-    @property
-    def is_busy(self) -> bool:
-        return self._health.is_busy
+        suspension.change("resume", meet, self.health, lambda: None, lambda: None)
 
     def destroy(self) -> None:
-        self._health.stop(self._connections.interrupt, self._connections.free)
+        self.health.stop(self._connections.interrupt, self._connections.free)
 
     def check_routing(self, topk_idx: Tensor) -> None:
         require_memory("topk_idx", topk_idx)
@@ -400,7 +392,7 @@ class CpuEngine:
             if plan is not None:
                 self._c.check_plan(plan.data_ptr(), plan.numel(), num_tokens, num_rows)
             refused = None
-            with self._health.operation(name) as operation:
+            with self.health.operation(name) as operation:
                 epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
                 operation.name = f"{name}, epoch {epoch}"
                 begin = time.monotonic()
@@ -440,7 +432,7 @@ class CpuEngine:
         ranks, gone = (late.ranks, late.gone) if isinstance(late, _C_cpu.PeerLate) else ([late.rank], [])
         error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
         self._connections.why = _C_cpu.AbortReason.waited
-        self._health.end(partial(error, late_ranks=ranks))
+        self.health.end(partial(error, late_ranks=ranks))
         chain = follow_chain(
             self._config.store,
             self._topology.rank,
@@ -449,16 +441,16 @@ class CpuEngine:
             beside=self._topology.node_ranks,
             operation=name + cached,
             epoch=epoch,
-            is_stopped=lambda: self._health.is_stopped,
+            is_stopped=lambda: self.health.is_stopped,
         )
         named = partial(error, late_ranks=chain.late_ranks, reason=chain.reason)
-        self._health.end(named, replace=True)
+        self.health.end(named, replace=True)
         return named()
 
     def _end_out_of_step(self, refused: ValueError) -> None:
         """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find it out."""
         failure = partial(again, refused, ". This leaves the ranks of other nodes behind; destroy() this buffer")
-        self._health.end(failure)
+        self.health.end(failure)
         raise failure()
 
 

@@ -5,6 +5,7 @@ Kernels read and write the memory of all ranks of a node, and send to other node
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,7 +27,7 @@ from ep_dispatcher.engines.cuda.nccl import NcclRail
 from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of, wire_of
 from ep_dispatcher.engines.cuda.streams import SLICE_S, StreamEvent
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
-from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.health import Health, watch
 from ep_dispatcher.engines.optional import suspension
 from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
@@ -35,6 +36,7 @@ from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
+logger = logging.getLogger(__name__)
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
 _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
 _stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write their memory
@@ -142,17 +144,17 @@ class CudaEngine(Launches):
                         f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
                     )
             self._aborts.named = partial(_late_ranks, self._c)
-            self._health = Health(partial(_abort, self._aborts, self._rail))
-            self._masks = Masks(self._health)
+            self.health = Health(partial(_abort, self._aborts, self._rail))
+            self._masks = Masks(self.health)
             self._reports = KernelReports(
-                self._c, config, self._health, self._masks if config.mask_late_ranks else None, wire == "nccl"
+                self._c, config, self.health, self._masks if config.mask_late_ranks else None, wire == "nccl"
             )
             self._stuck = None
             if compiled is not _C_cuda:
                 self._stuck = StuckKernels(self._c.late)
-                stuck_kernels.watch(self)
+                watch(self.report_stuck_kernel, "ep_dispatcher watch")
             if self._rail is not None:
-                nccl.watch(self)
+                watch(self.end_late_messages, "ep_dispatcher watch of messages")
             trace = trace_of(topology.rank)
             self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
         except BaseException:  # an exception may keep this object alive, but not its memory
@@ -161,7 +163,7 @@ class CudaEngine(Launches):
                     _abort(self._aborts, rail_of_nccl)
                     torch.cuda.synchronize(self._device)
             finally:
-                for name in ("_c", "_aborts", "_state", "_health", "_reports", "_rail"):
+                for name in ("_c", "_aborts", "_state", "health", "_reports", "_rail"):
                     self.__dict__.pop(name, None)
                 regions = self.__dict__.pop("_regions")
                 regions.free(is_sound=False) if is_attached else regions.abandon()
@@ -236,7 +238,7 @@ class CudaEngine(Launches):
         return self._masked().clone()
 
     def mask_rank(self, rank: int) -> None:
-        self._health.raise_if_ended()
+        self.health.raise_if_ended()
         self._follow()
         compiled, stream = self._compiled, torch.cuda.current_stream(self._device)
         flag = self._regions.addresses[rank] + compiled.excluded_offset(self._c_config) + 8 * self._topology.rank
@@ -290,7 +292,7 @@ class CudaEngine(Launches):
             self._set_aborted(1)  # a graph that is replayed meanwhile ends at once, before it accesses missing memory
             regions.give_back()
 
-        suspension.suspend(meet, self._health, settle=settle, give_back=give_back)
+        suspension.change("suspend", meet, self.health, settle, give_back)
 
     def resume(self, meet: Callable[[], Gather]) -> None:
         regions = self._suspendable_regions()
@@ -299,7 +301,7 @@ class CudaEngine(Launches):
             regions.attach_again()
             self._set_aborted(0)
 
-        suspension.resume(meet, self._health, take=regions.take, attach=attach, drop=regions.drop)
+        suspension.change("resume", meet, self.health, regions.take, attach, regions.drop)
 
     def _suspendable_regions(self) -> SuspendableRegions:
         assert isinstance(self._regions, SuspendableRegions)  # the caller checks this
@@ -317,14 +319,6 @@ class CudaEngine(Launches):
         self._state[offset : offset + 4].view(torch.int32).fill_(value)
         torch.cuda.synchronize(self._device)
 
-    @property
-    def is_suspended(self) -> bool:
-        return self._health.suspended
-
-    @property
-    def is_busy(self) -> bool:
-        return self._health.is_busy
-
     def destroy(self) -> None:
         """Wait for all operations, raise their errors, and free.
 
@@ -332,9 +326,9 @@ class CudaEngine(Launches):
         an operation. So a watchdog can free a rank that hangs.
         """
         try:
-            if self._thread != threading.get_ident() or self._health.is_busy:
+            if self._thread != threading.get_ident() or self.health.is_busy:
                 _abort(self._aborts, self._rail)
-            elif not self._health.ended:
+            elif not self.health.ended:
                 if self._stream is not None:
                     self._wait(self._stream)
                 torch.cuda.synchronize(self._device)  # for replays of graphs: their streams are not known here
@@ -344,7 +338,7 @@ class CudaEngine(Launches):
                 if self._rail is not None:
                     self._rail.is_sound = self._is_sound
         finally:
-            self._health.stop(partial(_abort, self._aborts, self._rail), self._free)
+            self.health.stop(partial(_abort, self._aborts, self._rail), self._free)
 
     def _free(self) -> None:
         if self._stuck is not None and not self._is_idle_within(stuck_kernels.GRACE_S):
@@ -363,7 +357,7 @@ class CudaEngine(Launches):
         The buffer stays usable if all ranks call this at the same place: an operation completes on a rank only after
         every rank has begun it, so all ranks are in step.
         """
-        self._health.raise_if_ended()
+        self.health.raise_if_ended()
         if self._stream is not None:
             self._wait_or_end(self._stream)
         self._write_traces()
@@ -391,27 +385,29 @@ class CudaEngine(Launches):
     def give_up(self, doing: str, error: BaseException) -> None:
         """End the buffer's use, and its kernels."""
         text = f"this buffer gave up while it {doing}, by {type(error).__name__}: {error}; destroy() it"
-        self._health.end(partial(RuntimeError, text))
+        self.health.end(partial(RuntimeError, text))
 
     def end_late_messages(self) -> bool:
         """Abort NCCL's kernels when ranks are late, or out of step. Return whether that is done, or needed no more."""
-        if self._health.is_stopped or self._rail is None:
+        if self.health.is_stopped or self._rail is None:
             return True
         if self._c.late() is None and not self._c.out_of_step():
             return False
         self._rail.free()  # a kernel has aborted this rank, so no later one takes what has not arrived
         return True
 
-    def has_stuck_kernel(self) -> bool | None:
-        """Return whether a kernel runs on long after the report of a late rank. None if the answer is final.
+    def report_stuck_kernel(self) -> bool:
+        """Log that a kernel runs on long after the report of a late rank. Return whether to look no more.
 
         Query the stream only after such a report: a query from another thread would end the capture of a CUDA graph.
         """
-        if self._stuck is None or self._health.is_stopped:
-            return None
+        if self._stuck is None or self.health.is_stopped:
+            return True
         if not self._stuck.found():
             return False
-        return None if self.idle() else True
+        if not self.idle():
+            logger.error("ep_dispatcher: a rank is late or gone. %s", stuck_kernels.REASON)
+        return True
 
     def _is_idle_within(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s

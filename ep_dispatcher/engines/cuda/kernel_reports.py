@@ -7,7 +7,7 @@ from functools import partial
 
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig
-from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.errors import PeerTimeoutError, again
@@ -74,8 +74,8 @@ class KernelReports:
         if self._masks is not None and waited_for == [rank]:
             self._masks.end(operation, epoch, phase, rank, waited_s)
             return
-        late_ranks = find_late_ranks(self._config.store, rank, waited_for, self._config.topology.node_ranks)
-        error = partial(PeerTimeoutError, operation, epoch, phase, rank, late_ranks, waited_s, reason)
+        chain = follow_chain(self._config.store, rank, waited_for, beside=self._config.topology.node_ranks)
+        error = partial(PeerTimeoutError, operation, epoch, phase, rank, chain.late_ranks, waited_s, reason)
         self._health.end(error)
 
     def _take_error(self) -> tuple[ValueError | None, bool]:

@@ -56,7 +56,7 @@ class Launches(Streams):
     _compiled: Any  # the compiled module in use: _C_cuda or _C_nvshmem, which have the same interface
     _c: _C_cuda.Engine
     _c_config: _C_cuda.Config
-    _health: Health
+    health: Health
     _reports: KernelReports
     _trace: StreamTrace | None
     _stuck: StuckKernels | None  # only if kernels may never end
@@ -75,11 +75,11 @@ class Launches(Streams):
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with ranges_of("dispatch") as ranges:
             self._check(ranges, "x", request[:5])
-            with self._health.operation("dispatch"), self._on_device():
+            with self.health.operation("dispatch"), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced("dispatch", request):
                     received = self._dispatch(request, stream, ranges)
-        if counted and (self._c.has_report() or self._health.ended):
+        if counted and (self._c.has_report() or self.health.ended):
             try:
                 self._reports.raise_found(ends=False)
             except ValueError:
@@ -174,7 +174,7 @@ class Launches(Streams):
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with ranges_of("compare") as ranges:
             self._check(ranges, "topk_idx", (planned, given))
-            with self._health.operation("compare"), self._on_device():
+            with self.health.operation("compare"), self._on_device():
                 stream = self._enter(ranges)
                 self._c.compare_routing(planned.data_ptr(), given.data_ptr(), given.shape[0], where, stream)
 
@@ -193,7 +193,7 @@ class Launches(Streams):
         """
         end = time.monotonic() + 2 * self._config.timeout_s + 5
         while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
-            self._health.raise_if_ended()
+            self.health.raise_if_ended()
             if time.monotonic() > end:
                 raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
         if num_rows < 0:
@@ -204,7 +204,7 @@ class Launches(Streams):
     def combine(self, request: CombineRequest) -> Combined:
         with ranges_of("combine") as ranges:
             self._check(ranges, "y", (*request[:3], request.weights))
-            with self._health.operation("combine"), self._on_device():
+            with self.health.operation("combine"), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced("combine", request):
                     return self._combine(request, stream)
@@ -236,7 +236,7 @@ class Launches(Streams):
 
     @property
     def unreceived(self) -> str | None:
-        return None if self._unreceived is None or self._health.ended else self._unreceived.operation
+        return None if self._unreceived is None or self.health.ended else self._unreceived.operation
 
     def _keep_for_receive(self, operation: str, args: Any, plan: Tensor, *outputs: Tensor | None) -> None:
         """Keep the second launch of an operation, and the tensors that it accesses."""
@@ -253,7 +253,7 @@ class Launches(Streams):
             )
         with ranges_of(operation) as ranges:
             self._check(ranges, "hook", ())
-            with self._health.operation(operation), self._on_device():
+            with self.health.operation(operation), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced(operation):
                     for t in (plan, *outputs):
@@ -288,7 +288,7 @@ class Launches(Streams):
     def _check(self, ranges: NoRanges, argument: str, inputs: tuple[Tensor | None, ...]) -> None:
         """Raise errors of earlier operations, and refuse tensors of another device."""
         ranges.step("check")
-        self._health.raise_if_ended()
+        self.health.raise_if_ended()
         if self._c.has_report():
             self._reports.raise_found(ends=True)
         for t in inputs:

@@ -7,11 +7,7 @@ more of the host's time, use streams of its own, and be made by all ranks of the
 from __future__ import annotations
 
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -21,7 +17,6 @@ from ep_dispatcher.gather import GRACE_S, PeersLate
 from ep_dispatcher.threads import StoreHangs, in_thread
 
 END_S = 1.0  # how long destroy() waits for NCCL to free a communicator. NCCL waits for graphs that use it
-LOOK_S = 1.0  # how often the thread looks for reports
 
 
 class NcclRail:
@@ -90,24 +85,3 @@ def version() -> str:
     """Return the version of NCCL, such as 2.28.9."""
     number = _C_cuda.NcclComm.version()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-class Watched(Protocol):
-    def end_late_messages(self) -> bool:
-        """Abort the communicator if ranks are late, or out of step. Return whether that is done, or not needed."""
-
-
-def watch(engine: Watched) -> None:
-    """End messages that no rank will take, from a thread: the main thread may be waiting for the GPU."""
-    threading.Thread(
-        target=partial(_look, weakref.ref(engine)), daemon=True, name="ep_dispatcher watch of messages"
-    ).start()
-
-
-def _look(engine_ref: Callable[[], Watched | None]) -> None:
-    while True:
-        time.sleep(LOOK_S)
-        engine = engine_ref()
-        if engine is None or engine.end_late_messages():
-            return
-        del engine  # this thread must not keep it alive

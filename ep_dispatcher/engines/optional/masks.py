@@ -18,17 +18,12 @@ class Masks:
 
     def __init__(self, health: Health):
         self._health = health
-        self._is_out = False
-
-    @property
-    def is_out(self) -> bool:
-        """Return whether this rank has found that a peer has masked it."""
-        return self._is_out
+        self.is_out = False  # this rank has found that a peer has masked it
 
     def end(self, operation: str, epoch: int, phase: str, rank: int, waited_s: float) -> Callable[[], Exception]:
         """End the buffer's use on this rank, which others have masked. Return a function that makes the error."""
         error = partial(PeerTimeoutError, operation, epoch, phase, rank, [rank], waited_s, WHY)
-        self._is_out = True
+        self.is_out = True
         self._health.end(error)
         return error
 
@@ -43,11 +38,11 @@ class Masks:
         def settled() -> int:
             if self._health.is_busy:
                 checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
-            self._health.raise_if_ended(ended=self._is_out)
+            self._health.raise_if_ended(ended=self.is_out)
             return settle()
 
         def begin_again(epoch: int) -> None:
-            with self._health.operation("unmask", ended=self._is_out):
+            with self._health.operation("unmask", ended=self.is_out):
                 reset(epoch)
 
         with meet() as gather:
@@ -63,8 +58,8 @@ class Masks:
                 if isinstance(error, Exception):
                     raise failure() from error
                 raise
-            if self._is_out:
-                self._is_out = False
+            if self.is_out:
+                self.is_out = False
                 self._health.recover()
 
 

@@ -1,4 +1,4 @@
-"""The steps of suspend() and resume(), which all ranks take together, on both engines."""
+"""suspend() and resume(): two steps, which all ranks take together, on both engines."""
 
 from __future__ import annotations
 
@@ -9,58 +9,37 @@ from ep_dispatcher.engines.health import Health
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 
-
-def suspend(
-    meet: Callable[[], Gather], health: Health, settle: Callable[[], None], give_back: Callable[[], None]
-) -> None:
-    """Suspend: ``settle`` completes the operations under way and raises their errors, then all ranks ``give_back``.
-
-    When this returns, no rank has the memory any more, so it is free.
-    """
-    _in_two_steps(meet, health, False, ("operations under way", settle), ("memory", give_back))
+_PHASES = {"suspend": ("operations under way", "memory"), "resume": ("memory", "memory of the other ranks")}
+_ADVICE = {"suspend": "", "resume": "; the buffer stays suspended: free memory, then call resume() again on all ranks"}
 
 
-def resume(
+def change(
+    name: str,
     meet: Callable[[], Gather],
     health: Health,
-    take: Callable[[], None],
-    attach: Callable[[], None],
-    drop: Callable[[], None],
-) -> None:
-    """Resume: ``take`` allocates memory, ``attach`` maps that of other ranks. If one gets none, all ``drop`` theirs.
-
-    Then the buffer stays suspended, and all ranks can try again.
-    """
-    again = "; the buffer stays suspended: free memory, then call resume() again on all ranks"
-    _in_two_steps(meet, health, True, ("memory", take), ("memory of the other ranks", attach), drop, again)
-
-
-def _in_two_steps(
-    meet: Callable[[], Gather],
-    health: Health,
-    suspended: bool,
-    first: tuple[str, Callable[[], None]],
-    then: tuple[str, Callable[[], None]],
+    first: Callable[[], None],
+    then: Callable[[], None],
     undo: Callable[[], None] = lambda: None,
-    advice: str = "",
 ) -> None:
-    """Go from ``suspended`` to the other state, in an exchange between the ranks that ``meet`` opens.
+    """Suspend or resume, in an exchange between the ranks that ``meet`` opens.
 
-    If the first step fails on any rank, the buffer stays as it was on all, and all raise the same error. A failure of
-    the second step, a late rank or an interrupt ends the buffer's use.
+        "suspend": first() completes the operations under way and raises their errors; then() gives memory back
+        "resume":  first() allocates memory; then() maps that of the other ranks
+
+    If ``first`` fails on any rank, all ``undo`` it and raise the same error, and the buffer stays as it was. A failure
+    of ``then``, a late rank or an interrupt ends the buffer's use. After a suspend no rank has the memory any more.
     """
+    suspended, (phase, next_phase) = name == "resume", _PHASES[name]
     own: list[Exception] = []  # errors of this rank
-    (phase, call), (next_phase, next_call) = first, then
 
     def attempt() -> tuple[bool, str] | None:
         try:
-            call()
+            first()
         except (ValueError, RuntimeError) as error:  # all ranks raise it
             own.append(error)
             return isinstance(error, ValueError), str(error)
         return None
 
-    name = "resume" if suspended else "suspend"
     with health.operation(name, suspended=suspended), meet() as gather:
         try:
             gather("call", lambda: None)  # from here on an interrupt ends the waits of the other ranks
@@ -69,7 +48,7 @@ def _in_two_steps(
             if failed:
                 undo()
             else:
-                gather(next_phase, next_call, waits_for_peers=True)
+                gather(next_phase, then, waits_for_peers=True)
                 health.suspended = not suspended
         except PeerTimeoutError as late:
             kind, args, _ = late.__reduce__()
@@ -80,5 +59,5 @@ def _in_two_steps(
     if failed:
         rank, (is_mistake, text) = failed[0]
         everywhere = len(failed) == len(failures) and all(failure == failed[0][1] for _, failure in failed)
-        text = f"{name}: {text}" + ("" if everywhere else f" (on rank {rank})") + advice
+        text = f"{name}: {text}" + ("" if everywhere else f" (on rank {rank})") + _ADVICE[name]
         raise ValueError(text) if is_mistake else RuntimeError(text)
