@@ -467,15 +467,7 @@ def dispatch(
     if handle is None and layout not in _LAYOUTS:
         checks.one_of("layout", layout, _LAYOUTS)
     request = operation.dispatch_request(
-        buffer,
-        x,
-        topk_idx,
-        topk_weights,
-        layout=layout,
-        expert_alignment=expert_alignment,
-        quantize=quantize,
-        handle=handle,
-        max_recv_rows=max_recv_rows,
+        buffer, x, topk_idx, topk_weights, layout, expert_alignment, quantize, handle, max_recv_rows
     )
     handles = recompute.handles_of(buffer, request) if handle is None else []
     if handles:

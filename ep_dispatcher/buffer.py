@@ -641,7 +641,8 @@ def _own_config(
     if per_node is not None:
         per_node = checks.integer("ranks_per_node", per_node, 1)
     limit_s = envs.timeout_s() if timeout_s is None else timeout_s
-    sizes = checks.buffer_config(timeout_s=limit_s, num_sms=num_sms, dtype=dtype, **sizes)
+    checks.seconds("timeout_s", limit_s)
+    sizes = checks.buffer_sizes(**sizes, dtype=dtype)
     same = dict(
         engine=name,
         ranks_per_node=per_node,
@@ -656,7 +657,7 @@ def _own_config(
         sizes=sizes,
         same=sizes | same | dict(dtype=str(dtype)),
         timeout_s=limit_s,
-        num_sms=None if num_sms is None else int(num_sms),
+        num_sms=None if num_sms is None else checks.integer("num_sms", num_sms, 1),
         host=host_id(),
         buffer_id=secrets.randbits(62),
     )

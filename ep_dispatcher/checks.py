@@ -73,18 +73,10 @@ def one_of(argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
         fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
 
 
-def buffer_config(
-    *,
-    num_ranks: int,
-    hidden: Any,
-    num_experts: Any,
-    num_topk: Any,
-    max_tokens_per_rank: Any,
-    dtype: Any,
-    timeout_s: Any,
-    num_sms: Any,
+def buffer_sizes(
+    num_ranks: int, hidden: Any, num_experts: Any, num_topk: Any, max_tokens_per_rank: Any, dtype: Any
 ) -> dict[str, Any]:
-    """Check a buffer's sizes, and return the arguments that must be the same on all ranks."""
+    """Check a buffer's sizes. Return them by the names of their arguments."""
     hidden = integer("hidden", hidden, 1)
     num_experts = integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
@@ -98,15 +90,8 @@ def buffer_config(
             f"{hidden} ({hidden * dtype.itemsize} bytes a row in {dtype})",
             f"a row of a multiple of {ROW_GRANULARITY} bytes, so a multiple of {ROW_GRANULARITY // dtype.itemsize}",
         )
-    seconds("timeout_s", timeout_s)
-    if num_sms is not None:
-        integer("num_sms", num_sms, 1)
     return dict(
-        hidden=hidden,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        max_tokens_per_rank=max_tokens_per_rank,
-        dtype=dtype,
+        hidden=hidden, num_experts=num_experts, num_topk=num_topk, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype
     )
 
 
@@ -279,21 +264,13 @@ def other_routing(argument: str, given: Any, planned: Any, where: tuple[int, int
     return OtherRoutingError(mistake(argument, given, allowed), where)
 
 
-def _plan(epoch: int) -> str:
-    return f"the plan of epoch {epoch}" if epoch else "None"
-
-
-def _them(given: int) -> str:
-    return "them" if given else "None"
-
-
 # Fields that must be equal on all ranks, in the order in which engines compare them. Each function words a value.
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout")[n],
-    "handle": _plan,
+    "handle": lambda epoch: f"the plan of epoch {epoch}" if epoch else "None",
     "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,
-    "topk_weights": _them,
+    "topk_weights": lambda given: "them" if given else "None",
     "x: bytes per row": str,
     "x: bytes of scales": str,
 }

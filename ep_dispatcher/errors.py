@@ -22,7 +22,16 @@ _WITHOUT_EPOCH = ("suspend", "resume", "unmask")  # operations on a buffer that 
 _COMPILES = " If a rank was compiling (torch.compile, Triton, a CUDA graph), raise EP_DISPATCHER_TIMEOUT_S."
 
 
-class PeerTimeoutError(RuntimeError):
+class _Noted(Exception):
+    """An error whose text begins with the caller's own note (``Buffer.note``)."""
+
+    note = ""
+
+    def __str__(self) -> str:
+        return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
+
+
+class PeerTimeoutError(_Noted, RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
     operation   "dispatch", "combine", "suspend", "resume" or "unmask"; "buffer" while a buffer is made
@@ -48,12 +57,9 @@ class PeerTimeoutError(RuntimeError):
     ):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
-        self.reason, self.note = reason, ""
-        super().__init__(self._text())
-
-    def _text(self) -> str:
-        parts = (f"{self._where()}, phase '{self.phase}': {self._waited()}", self.reason, self._advice())
-        return " ".join(filter(None, parts))
+        self.reason = reason
+        parts = (f"{self._where()}, phase '{phase}': {self._waited()}", reason, self._advice())
+        super().__init__(" ".join(filter(None, parts)))
 
     def _where(self) -> str:
         if self.operation == "buffer":
@@ -85,16 +91,13 @@ class PeerTimeoutError(RuntimeError):
             "No rank has this buffer; all ranks can make a new one, or the ranks that are left one on a smaller group."
         )
 
-    def __str__(self) -> str:
-        return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
-
     def __reduce__(self) -> tuple[Any, ...]:  # by default an exception is copied from its message alone
         args = (self.operation, self.epoch, self.phase, self.rank, self.late_ranks, self.waited_s, self.reason)
         return PeerTimeoutError, args, {"note": self.note}
 
 
 class _FoundError(ValueError):
-    """A text and a fact. Each class gives the fact as an attribute."""
+    """A text, and facts that are attributes too."""
 
     def __str__(self) -> str:
         return self.args[0]
@@ -107,41 +110,29 @@ class TooFewRowsError(_FoundError):
     label        the buffer's when the dispatch was called or captured (``Buffer.label``)
     """
 
-    @property
-    def needed_rows(self) -> int:
-        return self.args[1]
-
-    @property
-    def label(self) -> int:
-        return self.args[2]
+    def __init__(self, text: str, needed_rows: int, label: int):
+        super().__init__(text, needed_rows, label)
+        self.needed_rows, self.label = needed_rows, label
 
 
 class UnknownExpertError(_FoundError):
     """topk_idx has an expert above the last one, for ``token``."""
 
-    @property
-    def token(self) -> int:
-        return self.args[1]
+    def __init__(self, text: str, token: int):
+        super().__init__(text, token)
+        self.token = token
 
 
 class OtherRoutingError(_FoundError):
     """A routing is not that of the plan. ``where``: two numbers that the caller gave for it."""
 
-    @property
-    def where(self) -> tuple[int, int]:
-        return self.args[1]
+    def __init__(self, text: str, where: tuple[int, int]):
+        super().__init__(text, where)
+        self.where = where
 
 
-class DisagreementError(_FoundError):
-    """Ranks are in different operations, or have given different arguments. All of them raise it.
-
-    note  the caller's own note (``Buffer.note``); the text begins with it
-    """
-
-    note = ""
-
-    def __str__(self) -> str:
-        return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
+class DisagreementError(_Noted, ValueError):
+    """Ranks are in different operations, or have given different arguments. All of them raise it."""
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,30 +63,17 @@ class Handle(_Result):
         return self.plan is plan and sizes == [self.layout, self.expert_alignment, self.num_tokens, self.num_rows]
 
 
-class Event(Protocol):
-    """The event of an operation."""
+class Event:
+    """The event of an operation. This one is complete, as every operation of the CPU engine when its call returns."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     def wait(self) -> None:
         """Let the current stream wait for the operation."""
 
     def synchronize(self) -> None:
         """Let the host wait for the operation. Raise the errors that it found late."""
-
-    def query(self) -> bool:
-        """Return whether the operation is complete."""
-
-
-class CompletedEvent:
-    """The event of a complete operation. Every operation of the CPU engine is complete when its call returns."""
-
-    def __repr__(self) -> str:
-        return "CompletedEvent()"
-
-    def wait(self) -> None:
-        """Let the current stream wait for the operation."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for the operation."""
 
     def query(self) -> bool:
         """Return whether the operation is complete."""

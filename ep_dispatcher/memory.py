@@ -165,16 +165,8 @@ def buffer_bytes(
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
     if per_node is not None:
         per_node = checks.integer("ranks_per_node", per_node, 1)
-    sizes = checks.buffer_config(
-        num_ranks=num_ranks,
-        hidden=hidden,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        max_tokens_per_rank=max_tokens_per_rank,
-        dtype=dtype,
-        timeout_s=envs.timeout_s.default,
-        num_sms=num_sms,
-    )
+    sizes = checks.buffer_sizes(num_ranks, hidden, num_experts, num_topk, max_tokens_per_rank, dtype)
+    num_sms = DEFAULT_SMS if num_sms is None else checks.integer("num_sms", num_sms, 1)
     topology = Topology.make(0, ["one host"] * num_ranks, per_node)
     masks = checks.boolean("mask_late_ranks", mask_late_ranks)
     shape = Shape(topology.num_nodes, topology.ranks_per_node, **sizes, mask_late_ranks=masks)
@@ -182,7 +174,6 @@ def buffer_bytes(
     checks.masks(shape, suspendable=False)
     if engine == "cpu":
         return BufferBytes(_C_cpu.region_bytes(shape.fill_sizes(_C_cpu.Config())), {})
-    num_sms = DEFAULT_SMS if num_sms is None else int(num_sms)
     check_cuda_sizes(topology, shape)
     check_cuda_sms(topology, num_sms)
     return cuda_bytes(shape, num_sms)

@@ -31,7 +31,6 @@ def dispatch_request(
     x: Tensor | tuple[Tensor, Tensor],
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
-    *,
     layout: str = "expert",
     expert_alignment: int = 1,
     quantize: str | None = None,

@@ -25,10 +25,6 @@ class Dispatched:
     row_of: list[Tensor]  # per source rank: int64 [num_tokens, num_topk], the row that (token, k) became, or -1
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def _place_rows(
     topk_idx: list[Tensor], first_expert: int, num_local_experts: int, layout: str, alignment: int, rows_per_group: int
 ):
@@ -39,7 +35,7 @@ def _place_rows(
     experts = range(first_expert, first_expert + num_local_experts)
     row_of = [torch.full_like(idx, -1, dtype=torch.int64) for idx in topk_idx]
     counts = [sum(int((idx == e).sum()) for idx in topk_idx) for e in experts]
-    padded = [_round_up(c, alignment) for c in counts]
+    padded = [-(-c // alignment) * alignment for c in counts]
     if layout == "rank":  # ordered by (source rank, source token), each token once
         row = 0
         for idx, rows in zip(topk_idx, row_of):

@@ -30,8 +30,7 @@ def choose(engine: str) -> str:
     """Return the engine; for "auto" the best one that can run here. ValueError if the given one cannot."""
     if engine == "auto":
         return "cpu" if cuda_problem() else "cuda"
-    if engine not in ("cpu", "cuda"):
-        checks.fail("engine", repr(engine), "'auto', 'cpu', 'cuda'")
+    checks.one_of("engine", engine, ("auto", "cpu", "cuda"))
     if engine == "cuda" and (problem := cuda_problem()):
         checks.fail("engine", "'cuda'", f"'auto', 'cpu', because {problem}")
     return engine

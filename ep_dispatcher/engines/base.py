@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -147,14 +147,18 @@ class ExplainsErrors(Protocol):
 
 
 class Engine(Protocol):
-    """What a buffer asks of an engine. Operations, `unmask`, `suspend` and `resume` are collective."""
+    """What a buffer asks of an engine. Operations, `unmask`, `suspend` and `resume` are collective.
+
+    By default every operation is complete, and has raised its errors, when its call returns.
+    """
 
     device: str  # device type of its tensors
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
     used_sms: int  # the most multiprocessors that an operation uses, NCCL's included
-    rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
-    label: int  # set by the caller; a dispatch with too few rows has it in its error
+    rows_on_host: Tensor | None = None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
+    label: int = 0  # set by the caller; a dispatch with too few rows has it in its error
+    wait_ns: dict[str, Tensor]  # of `measure_waits`, by operation
     health: Health
 
     @property
@@ -166,6 +170,7 @@ class Engine(Protocol):
 
     def check_routing(self, topk_idx: Tensor) -> None:
         """Raise ValueError for an invalid entry, if the host can read it without a wait."""
+        return
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         """Find entries of ``given`` that differ from those that the plan of the next dispatch was made from.
@@ -185,21 +190,27 @@ class Engine(Protocol):
 
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
         """Let operations inside be incomplete when it exits. inputs: their tensors, or pairs of them."""
+        return nullcontext()
 
     def event(self, owner: ExplainsErrors) -> Event:
         """Return the event of the last operation. It raises errors as `owner`, the buffer, words them."""
+        return Event()
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
         """Let every later ``operation`` ("dispatch", "combine") add to `wait_ns`, or to nothing: None.
 
         As Buffer.dispatch_wait_ns.
         """
+        self.wait_ns.pop(operation, None)
+        if wait_ns is not None:
+            self.wait_ns[operation] = wait_ns
 
     def check(self) -> None:
         """Wait for the operations in the current stream, and raise their errors."""
 
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
         """Do what Buffer.overlook() says."""
+        return
 
     def counters(self) -> dict[str, list[int]]:
         """Return Buffer.counters()."""

@@ -22,11 +22,7 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _SymmetricMemory,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 from torch.distributed import Store
 
 from ep_dispatcher.errors import is_peer_failure

@@ -36,11 +36,9 @@ class Switch(Generic[Value]):
             raise ValueError(f"{self.name}: given {text!r}, allowed: {self.allowed}") from None
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
-    return {name: name for name in names}.__getitem__
-
-
-_yes_or_no = {"0": False, "1": True}.__getitem__
+def _one_of(*names: str) -> tuple[str, Callable[[str], str]]:
+    """Return what is allowed, in words, and the function that reads it."""
+    return ", ".join(names), {name: name for name in names}.__getitem__
 
 
 def _positive_int(text: str) -> int:
@@ -55,18 +53,19 @@ def _positive_float(text: str, most: float = math.inf) -> float:
     return value
 
 
+_YES_OR_NO = "0, 1", {"0": False, "1": True}.__getitem__
+_COUNT = "an integer of at least 1", _positive_int
+
 engine = Switch(
     "EP_DISPATCHER_ENGINE",
     "auto",
-    "auto, cpu, cuda",
-    _one_of("auto", "cpu", "cuda"),
+    *_one_of("auto", "cpu", "cuda"),
     "the engine; auto takes cuda when a usable GPU is there",
 )
 ranks_per_node = Switch[int | None](
     "EP_DISPATCHER_RANKS_PER_NODE",
     None,
-    "an integer of at least 1",
-    _positive_int,
+    *_COUNT,
     "ranks of a node, in place of the nodes that are found; smaller than a host: virtual nodes",
 )
 timeout_s = Switch(
@@ -79,8 +78,7 @@ timeout_s = Switch(
 wire = Switch(
     "EP_DISPATCHER_WIRE",
     "auto",
-    "auto, peer, nccl, nvshmem, nvshmem-puts",
-    _one_of("auto", "peer", "nccl", "nvshmem", "nvshmem-puts"),
+    *_one_of("auto", "peer", "nccl", "nvshmem", "nvshmem-puts"),
     "how the cuda engine sends between nodes. peer: stores through NVLink, between virtual nodes of one host. "
     "nccl: messages of PyTorch's NCCL, over any network that NCCL knows. "
     "nvshmem: puts of NVSHMEM, and stores where NVLink reaches the other node. nvshmem-puts: puts alone, for "
@@ -97,23 +95,20 @@ wire_gbps = Switch[float | None](
 trace = Switch(
     "EP_DISPATCHER_TRACE",
     False,
-    "0, 1",
-    _yes_or_no,
+    *_YES_OR_NO,
     "1: one line on stderr for every operation: rank, operation, epoch, time, bytes",
 )
 max_tokens_per_rank = Switch[int | None](
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
     None,
-    "an integer of at least 1",
-    _positive_int,
+    *_COUNT,
     "size of the integrations' buffers. unset: the ranks of a deep_ep program agree on it before every dispatch; "
     "Megatron has an argument of this meaning, which wins",
 )
 deep_ep_exact = Switch(
     "EP_DISPATCHER_DEEP_EP_EXACT",
     False,
-    "0, 1",
-    _yes_or_no,
+    *_YES_OR_NO,
     "1: deep_ep programs also get what DeepEP's own tests look at. Handles have rank_prefix_matrix, recv_src_info "
     "and recv_layout_range, and weights of experts on other ranks are summed, for one more small operation in each "
     "such call",

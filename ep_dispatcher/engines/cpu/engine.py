@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,8 +18,8 @@ from ep_dispatcher.engines.base import (
     Combined,
     CombineRequest,
     DispatchRequest,
+    Engine,
     EngineConfig,
-    ExplainsErrors,
     Received,
     address_of,
 )
@@ -34,7 +34,6 @@ from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.engines.trace import trace_of
 from ep_dispatcher.errors import PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.handle import CompletedEvent
 from ep_dispatcher.plain import plain, require_memory
 
 _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
@@ -83,18 +82,15 @@ class _Connections:
             self.c.close()
 
 
-class CpuEngine:
+class CpuEngine(Engine):
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
-    rows_on_host: Tensor | None = None
     used_sms = 0
     unreceived: str | None = None
-    label: int = 0
-    _wait_ns: dict[str, Tensor]  # by operation, if the caller measures waits
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
-        self._config, self._topology, self._wait_ns = config, topology, {}
+        self._config, self._topology, self.wait_ns = config, topology, {}
         c = self._c_config = config.fill_sizes(_C_cpu.Config())
         c.rank, c.node, c.local_rank = topology.rank, topology.node, topology.local_rank
         c.rank_at = [r for ranks in topology.nodes for r in ranks]
@@ -291,17 +287,6 @@ class CpuEngine:
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
-    def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def event(self, owner: ExplainsErrors) -> CompletedEvent:
-        return CompletedEvent()
-
-    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
-        self._wait_ns.pop(operation, None)
-        if wait_ns is not None:
-            self._wait_ns[operation] = wait_ns
-
     def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:
         """Add the operation's wait for each rank. ``rail_before``: the rail's times at the start of the operation."""
         waited = self._c.waited_ns
@@ -311,9 +296,6 @@ class CpuEngine:
 
     def check(self) -> None:
         self.health.raise_if_ended()
-
-    def overlook(self, found: Callable[[ValueError], bool]) -> None:
-        """Do nothing: errors of the caller are raised by their operation."""
 
     def counters(self) -> dict[str, list[int]]:
         """Return bytes in total for each rank of the group: those in its memory, or sent to it between nodes."""
@@ -397,7 +379,7 @@ class CpuEngine:
                 operation.name = f"{name}, epoch {epoch}"
                 begin = time.monotonic()
                 self._rail.deadline = begin + self._config.timeout_s
-                wait_ns, rail_before = self._wait_ns.get(name), list(self._rail.waited_ns)
+                wait_ns, rail_before = self.wait_ns.get(name), list(self._rail.waited_ns)
                 try:
                     try:
                         yield ranges.step

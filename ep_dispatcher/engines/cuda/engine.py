@@ -283,7 +283,10 @@ class CudaEngine(Launches):
         regions = self._suspendable_regions()
 
         def settle() -> None:
-            self._settle()
+            """Wait for all operations, also in replays of graphs, and raise their errors."""
+            self.synchronize()
+            torch.cuda.synchronize(self._device)
+            self._reports.raise_found(ends=False)
             if self._c.has_captured_messages() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
                 given = "a suspend after a CUDA graph over the NCCL wire was captured: NCCL keeps memory for it"
                 checks.fail("buffer", given, "one with NCCL_GRAPH_REGISTER=0 in the environment")
@@ -306,12 +309,6 @@ class CudaEngine(Launches):
     def _suspendable_regions(self) -> SuspendableRegions:
         assert isinstance(self._regions, SuspendableRegions)  # the caller checks this
         return self._regions
-
-    def _settle(self) -> None:
-        """Wait for all operations, also in replays of graphs, and raise their errors."""
-        self.synchronize()
-        torch.cuda.synchronize(self._device)
-        self._reports.raise_found(ends=False)
 
     def _set_aborted(self, value: int) -> None:
         """Make kernels of this rank end at once, or (0) run again. Peers are not signalled."""

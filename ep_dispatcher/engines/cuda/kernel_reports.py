@@ -62,13 +62,7 @@ class KernelReports:
         self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
 
     def _end_late(
-        self,
-        operation: str,
-        phase: str,
-        epoch: int,
-        waited_for: list[int],
-        waited_s: float,
-        reason: str,
+        self, operation: str, phase: str, epoch: int, waited_for: list[int], waited_s: float, reason: str
     ) -> None:
         rank = self._config.topology.rank
         if self._masks is not None and waited_for == [rank]:

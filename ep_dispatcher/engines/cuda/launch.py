@@ -15,6 +15,7 @@ from ep_dispatcher.engines.base import (
     Combined,
     CombineRequest,
     DispatchRequest,
+    Engine,
     EngineConfig,
     Received,
     address_of,
@@ -23,7 +24,6 @@ from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.streams import SLICE_S, Streams
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
-from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.ranges import NoRanges, ranges_of
 from ep_dispatcher.engines.trace import StreamTrace
 from ep_dispatcher.float8 import SCALES_OF_INT
@@ -47,16 +47,13 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-class Launches(Streams):
+class Launches(Streams, Engine):
     """Dispatch, combine, and their hooks."""
 
-    rows_on_host: Tensor | None = None
-    label: int = 0
     # Made by the engine before its first operation:
     _compiled: Any  # the compiled module in use: _C_cuda or _C_nvshmem, which have the same interface
     _c: _C_cuda.Engine
     _c_config: _C_cuda.Config
-    health: Health
     _reports: KernelReports
     _trace: StreamTrace | None
     _stuck: StuckKernels | None  # only if kernels may never end
@@ -66,7 +63,7 @@ class Launches(Streams):
     def __init__(self, config: EngineConfig):
         self._config, self._topology, self._num_local_experts = config, config.topology, config.num_local_experts
         self._ticket = 0
-        self._wait_ns: dict[str, Tensor] = {}  # by operation, if the caller measures waits
+        self.wait_ns = {}
         self._unreceived: _Unreceived | None = None
 
     def dispatch(self, request: DispatchRequest) -> Received:
@@ -115,8 +112,8 @@ class Launches(Streams):
             args.topk_weights = topk_weights.data_ptr() or ANY
         if self.label:
             args.label = self.label
-        if self._wait_ns:
-            args.wait_ns = address_of(self._wait_ns.get("dispatch"))
+        if self.wait_ns:
+            args.wait_ns = address_of(self.wait_ns.get("dispatch"))
         decodes = layout == "decode"
         count_dtype = torch.int32 if decodes else torch.int64
         tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
@@ -167,9 +164,6 @@ class Launches(Streams):
         if self._caller is not None:
             self._hand_over(received)
         return received
-
-    def check_routing(self, topk_idx: Tensor) -> None:
-        """Do nothing: kernels find invalid entries, and the host does not wait for them here."""
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with ranges_of("compare") as ranges:
@@ -222,8 +216,8 @@ class Launches(Streams):
             args.topk_weights, args.out_weights = address_of(topk_weights), address_of(weights_out)
         if weights is not None:
             args.combine_weights = address_of(weights)
-        if self._wait_ns:
-            args.wait_ns = address_of(self._wait_ns.get("combine"))
+        if self.wait_ns:
+            args.wait_ns = address_of(self.wait_ns.get("combine"))
         combined = Combined(x, weights_out)
         if sends_only:
             self._c.push(args, plan.data_ptr(), stream)
@@ -241,7 +235,7 @@ class Launches(Streams):
     def _keep_for_receive(self, operation: str, args: Any, plan: Tensor, *outputs: Tensor | None) -> None:
         """Keep the second launch of an operation, and the tensors that it accesses."""
         in_capture = torch.cuda.is_current_stream_capturing()
-        self._unreceived = _Unreceived(operation, args, plan, (*outputs, self._wait_ns.get(operation)), in_capture)
+        self._unreceived = _Unreceived(operation, args, plan, (*outputs, self.wait_ns.get(operation)), in_capture)
 
     def receive(self) -> None:
         assert self._unreceived is not None  # the caller checks this
@@ -266,11 +260,9 @@ class Launches(Streams):
                     self._unreceived = None
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
-        self._wait_ns.pop(operation, None)
-        if wait_ns is not None:
-            if wait_ns.device != self._device:
-                checks.fail(f"{operation}_wait_ns", f"a tensor on {wait_ns.device}", f"a tensor on {self._device}")
-            self._wait_ns[operation] = wait_ns
+        if wait_ns is not None and wait_ns.device != self._device:
+            checks.fail(f"{operation}_wait_ns", f"a tensor on {wait_ns.device}", f"a tensor on {self._device}")
+        super().measure_waits(operation, wait_ns)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return self._compiled.plan_capacity(self._c_config, num_rows)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher.engines.base import Combined, ExplainsErrors, Received
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.handle import Event
+
+if TYPE_CHECKING:
+    from ep_dispatcher.engines.cuda.engine import CudaEngine
 
 # How often a waiting host checks for signals, and for destroy() in another thread.
 SLICE_S = 0.05
@@ -94,28 +98,17 @@ class Streams:
                 t.record_stream(self._caller)
 
 
-class _InStreams(Protocol):
-    """What an event asks of the engine."""
-
-    def join(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def idle(self) -> bool: ...
-
-
-class StreamEvent:
+class StreamEvent(Event):
     """The event of an operation in a stream. A wait for it may include later operations of the same buffer."""
 
-    def __init__(self, engine: _InStreams, owner: ExplainsErrors):
+    def __init__(self, engine: CudaEngine, owner: ExplainsErrors):
         self._engine, self._owner = engine, owner
 
     def wait(self) -> None:
-        """Let the current stream wait for the operation."""
         self._engine.join()
 
     def synchronize(self) -> None:
-        """Let the host wait for the operation; raise errors found on the device.
+        """Let the host wait for the operation. Raise the errors that it found late.
 
         After a ValueError the buffer stays usable if all ranks call this before their next operation.
         """
@@ -125,5 +118,4 @@ class StreamEvent:
             raise self._owner.explained(error)  # noqa: B904  # it has its cause
 
     def query(self) -> bool:
-        """Return whether the operation is complete."""
         return self._engine.idle()
