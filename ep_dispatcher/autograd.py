@@ -28,8 +28,14 @@ from torch.nn import Parameter
 from ep_dispatcher import checks, operation, recompute
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.decode import is_decode
-from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
-from ep_dispatcher.engines.base import COMBINE_ARGUMENTS, DISPATCH_ARGUMENTS
+from ep_dispatcher.engines.base import (
+    COMBINE_ARGUMENTS,
+    DISPATCH_ARGUMENTS,
+    Combined,
+    CombineRequest,
+    DispatchRequest,
+    Received,
+)
 from ep_dispatcher.float8 import blocks_of, rows_of
 from ep_dispatcher.handle import DispatchOutput, Handle
 

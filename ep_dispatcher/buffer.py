@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
 from ep_dispatcher import checks, decode, engines, envs, operation, recompute
 from ep_dispatcher._version import __version__
-from ep_dispatcher.engines import EngineConfig
+from ep_dispatcher.engines.base import Engine, EngineConfig
 from ep_dispatcher.errors import DisagreementError, OtherRoutingError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
@@ -123,28 +123,16 @@ class Buffer:
         suspendable: bool = False,
         mask_late_ranks: bool = False,
     ):
-        self._engine: engines.Engine | None = None
+        self._engine: Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
         self.last_sent: object = None  # stands for the last operation with a hook
         self.mesh = group if isinstance(group, DeviceMesh) else None
         group = _checked_group(group)
         import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 
+        sizes = (group.size(), hidden, num_experts, num_topk, max_tokens_per_rank, dtype)
         own_config = partial(
-            _own_config,
-            num_ranks=group.size(),
-            hidden=hidden,
-            num_experts=num_experts,
-            num_topk=num_topk,
-            max_tokens_per_rank=max_tokens_per_rank,
-            dtype=dtype,
-            engine=engine,
-            ranks_per_node=ranks_per_node,
-            timeout_s=timeout_s,
-            num_sms=num_sms,
-            nccl_sms=nccl_sms,
-            suspendable=suspendable,
-            mask_late_ranks=mask_late_ranks,
+            _own_config, sizes, engine, ranks_per_node, timeout_s, num_sms, nccl_sms, suspendable, mask_late_ranks
         )
         try:
             with Gather(group, _limit_s(timeout_s)) as gather:
@@ -515,7 +503,7 @@ class Buffer:
             )
         self.last_sent = None  # it was dropped
 
-    def _masking_engine(self) -> engines.Engine:
+    def _masking_engine(self) -> Engine:
         engine = self.live_engine()
         if not self.config.mask_late_ranks:
             checks.fail("buffer", "one without masks", "one made by ep.Buffer(..., mask_late_ranks=True)")
@@ -586,7 +574,7 @@ class Buffer:
     def _async_scope(self, async_finish: bool, *inputs: object) -> AbstractContextManager[None]:
         return self.live_engine().asynchronous(*inputs) if async_finish else _NO_ASYNC
 
-    def live_engine(self) -> engines.Engine:
+    def live_engine(self) -> Engine:
         """Return the engine. ValueError after destroy()."""
         if self._engine is None:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
@@ -623,8 +611,7 @@ def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 
 
 def _own_config(
-    *,
-    dtype: torch.dtype,
+    sizes: tuple[Any, ...],
     engine: str,
     ranks_per_node: int | None,
     timeout_s: float | None,
@@ -632,9 +619,11 @@ def _own_config(
     nccl_sms: int | None,
     suspendable: bool,
     mask_late_ranks: bool,
-    **sizes: Any,
 ) -> dict[str, Any]:
-    """Check the arguments of a buffer, and return this rank's part. Entries of "same" must be equal on all ranks."""
+    """Check the arguments of a buffer, and return this rank's part. Entries of "same" must be equal on all ranks.
+
+    sizes: those of checks.buffer_sizes.
+    """
     envs.refuse_removed()
     name = engines.choose(envs.engine() if engine == "auto" else engine)
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
@@ -642,7 +631,7 @@ def _own_config(
         per_node = checks.integer("ranks_per_node", per_node, 1)
     limit_s = envs.timeout_s() if timeout_s is None else timeout_s
     checks.seconds("timeout_s", limit_s)
-    sizes = checks.buffer_sizes(**sizes, dtype=dtype)
+    checked = checks.buffer_sizes(*sizes)
     same = dict(
         engine=name,
         ranks_per_node=per_node,
@@ -652,10 +641,10 @@ def _own_config(
         mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
         version=__version__,
     )
-    del sizes["dtype"]  # no plain data
+    dtype = str(checked.pop("dtype"))  # plain data
     return dict(
-        sizes=sizes,
-        same=sizes | same | dict(dtype=str(dtype)),
+        sizes=checked,
+        same=checked | same | dict(dtype=dtype),
         timeout_s=limit_s,
         num_sms=None if num_sms is None else checks.integer("num_sms", num_sms, 1),
         host=host_id(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ep_dispatcher import checks, float8
-from ep_dispatcher.engines import CombineRequest, DispatchRequest, EngineConfig, Received
+from ep_dispatcher.engines.base import CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.plain import writable
 

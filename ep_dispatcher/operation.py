@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks, decode, float8
-from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Engine, Received
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, Received
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.plain import plain

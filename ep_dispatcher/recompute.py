@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ep_dispatcher import checks, operation
-from ep_dispatcher.engines import DispatchRequest
+from ep_dispatcher.engines.base import DispatchRequest
 from ep_dispatcher.handle import Handle
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, decode, float8, reference
-from ep_dispatcher.engines import Combined
+from ep_dispatcher.engines.base import Combined
 from ep_dispatcher.tools.testing import ROUTINGS, device_of, same_bits
 
 LIMIT_S = 1.0

@@ -180,16 +180,18 @@ def test_a_rank_that_does_not_come(rank, engine, change):
     buffer.destroy()
 
 
-def let_fail(rank: int, change: str, error: BaseException):
+def let_fail(rank: int, error: BaseException):
     """Let the first step of suspend() or resume() raise on rank 1; for ``with``."""
-    step, own = {"suspend": "settle", "resume": "take"}[change], getattr(suspension, change)
+    own = suspension.change
 
     def fail() -> None:
         raise error
 
     if rank != 1:
         return nullcontext()
-    return mock.patch.object(suspension, change, lambda *args, **steps: own(*args, **steps | {step: fail}))
+    return mock.patch.object(
+        suspension, "change", lambda name, meet, health, first, *then: own(name, meet, health, fail, *then)
+    )
 
 
 @on_ranks(2)
@@ -197,12 +199,12 @@ def test_what_fails_on_one_rank_fails_alike_on_all(rank, engine):
     """Suspending fails on rank 1 before anything is freed; resuming finds no memory there, and later does."""
     with make_large(engine) as buffer:
         filled = fill(buffer)
-        with pytest.raises(ValueError) as mistake, let_fail(rank, "suspend", ValueError("topk_idx[0, 0]: a late one")):
+        with pytest.raises(ValueError) as mistake, let_fail(rank, ValueError("topk_idx[0, 0]: a late one")):
             buffer.suspend()
         assert str(mistake.value) == "suspend: topk_idx[0, 0]: a late one (on rank 1)"
         fill_again(buffer, *filled)  # nothing was freed
         buffer.suspend()
-        with pytest.raises(RuntimeError) as no_memory, let_fail(rank, "resume", torch.OutOfMemoryError("none left")):
+        with pytest.raises(RuntimeError) as no_memory, let_fail(rank, torch.OutOfMemoryError("none left")):
             buffer.resume()
         assert str(no_memory.value).startswith("resume: none left (on rank 1); the buffer stays suspended")
         assert buffer.is_suspended
@@ -214,7 +216,7 @@ def test_what_fails_on_one_rank_fails_alike_on_all(rank, engine):
 def test_an_interrupt_ends_the_buffer_on_all_ranks(rank, engine):
     buffer = make_large(engine)
     buffer.suspend()
-    with pytest.raises(BaseException) as caught, let_fail(rank, "resume", KeyboardInterrupt("stop")):
+    with pytest.raises(BaseException) as caught, let_fail(rank, KeyboardInterrupt("stop")):
         buffer.resume()
     seen = ["RuntimeError: resume, phase 'memory': rank 1 left: KeyboardInterrupt: stop", "KeyboardInterrupt: stop"]
     assert f"{type(caught.value).__name__}: {caught.value}" == seen[rank]

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, EngineConfig, Received
+from ep_dispatcher.engines.base import Engine, EngineConfig
 
 # The engines of this build.
 ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
@@ -44,16 +44,3 @@ def make(engine: str, config: EngineConfig) -> Engine:
     from ep_dispatcher.engines.cpu.engine import CpuEngine
 
     return CpuEngine(config)
-
-
-__all__ = [
-    "ENGINES",
-    "CombineRequest",
-    "Combined",
-    "DispatchRequest",
-    "Engine",
-    "EngineConfig",
-    "Received",
-    "choose",
-    "make",
-]

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from ep_dispatcher.engines.health import Health
-from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.plain import is_plain, plain
 from ep_dispatcher.topology import Topology
+
+if TYPE_CHECKING:
+    from ep_dispatcher.buffer import Buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +141,6 @@ class Combined(NamedTuple):
     topk_weights: Tensor | None  # [num_tokens, num_topk]; None when none were given
 
 
-class ExplainsErrors(Protocol):
-    """What an event asks of its buffer."""
-
-    def explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
-        """Return an engine's error in the caller's terms."""
-
-
 class Engine(Protocol):
     """What a buffer asks of an engine. Operations, `unmask`, `suspend` and `resume` are collective.
 
@@ -192,8 +187,8 @@ class Engine(Protocol):
         """Let operations inside be incomplete when it exits. inputs: their tensors, or pairs of them."""
         return nullcontext()
 
-    def event(self, owner: ExplainsErrors) -> Event:
-        """Return the event of the last operation. It raises errors as `owner`, the buffer, words them."""
+    def event(self, buffer: Buffer) -> Event:
+        """Return the event of the last operation. It raises errors as the buffer words them."""
         return Event()
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from ep_dispatcher import checks, operation, recompute
 from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation

@@ -157,9 +157,7 @@ class CpuEngine(Engine):
             )
             if request.plan is None:
                 step("plan")
-                for m in rail.others:
-                    rail.wait(pending_lists[m])
-                    c.lists_arrived(m)
+                self._arrive(pending_lists, c.lists_arrived)
                 c.finish_plan()
             step("pull")
             received = self._allocate(request, num_rows, plan)
@@ -180,7 +178,7 @@ class CpuEngine(Engine):
     ) -> tuple[Tensor, int, dict[int, Message | None]]:
         """Count and stage. Return the plan, the rows of the output, and the messages for the lists of other nodes."""
         step("route")
-        c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
+        c, num_rows, num_tokens = self._c, request.num_rows, request.rows.shape[0]
         topk_idx, layout = address_of(request.topk_idx), _LAYOUTS[request.layout]
         c.route(topk_idx, layout, request.expert_alignment, num_rows, arrays, weights, num_tokens)
         pending = self._exchange(
@@ -189,9 +187,7 @@ class CpuEngine(Engine):
         step("stage")
         c.stage(arrays, weights, num_tokens)
         step("count")
-        for m in rail.others:
-            rail.wait(pending[m])
-            c.counts_arrived(m)
+        self._arrive(pending, c.counts_arrived)
         counted_rows, elements = c.count()
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, request.layout)
@@ -256,7 +252,7 @@ class CpuEngine(Engine):
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
         """Give the weights of this rank's tokens to the ranks of their experts."""
-        c, rail, address, num_tokens = self._c, self._rail, address_of(weights), weights.shape[0]
+        c, address, num_tokens = self._c, address_of(weights), weights.shape[0]
         step("stage")
         c.stage([], address, num_tokens)
         step("send")
@@ -264,9 +260,7 @@ class CpuEngine(Engine):
         pending = self._exchange(
             "weights between nodes", _WEIGHTS, c.incoming_payload, lambda m: c.pack_payload(m, [], address, num_tokens)
         )
-        for m in rail.others:
-            rail.wait(pending[m])
-            c.payload_arrived(m)
+        self._arrive(pending, c.payload_arrived)
 
     def _exchange(
         self,
@@ -283,6 +277,12 @@ class CpuEngine(Engine):
         for m in rail.others:
             rail.send(phase, m, outgoing(m), tag, is_list=is_list)
         return pending
+
+    def _arrive(self, pending: dict[int, Message | None], arrived: Callable[[int], None]) -> None:
+        """Wait for the message from each other node, and call ``arrived(node)``."""
+        for m, message in pending.items():
+            self._rail.wait(message)
+            arrived(m)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
@@ -395,17 +395,14 @@ class CpuEngine(Engine):
                     if self._trace is not None and refused is None:
                         self._trace.write(name, epoch, 1e3 * (time.monotonic() - begin), self.counters())
                 except _C_cpu.MaskedByPeer as masked:
-                    raise self._end_masked(name, epoch, masked.phase, time.monotonic() - begin) from masked
+                    # Data that this rank has read may have been overwritten meanwhile.
+                    self._connections.why, waited_s = _C_cpu.AbortReason.waited, time.monotonic() - begin
+                    raise self._masks.end(name, epoch, masked.phase, self._topology.rank, waited_s)() from masked
                 except (_C_cpu.PeerLate, RailLate) as late:
                     cached = " with a handle" * (name == "dispatch" and plan is not None)
                     raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
             if refused is not None:  # every rank has refused it, so the buffer stays usable
                 raise again(refused)
-
-    def _end_masked(self, name: str, epoch: int, phase: str, waited_s: float) -> Exception:
-        """End the buffer's use on this rank: data that it has read may have been overwritten meanwhile."""
-        self._connections.why = _C_cpu.AbortReason.waited
-        return self._masks.end(name, epoch, phase, self._topology.rank, waited_s)()
 
     def _end_late(
         self, name: str, cached: str, epoch: int, late: _C_cpu.PeerLate | RailLate, waited_s: float

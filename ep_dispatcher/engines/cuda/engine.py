@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
-from ep_dispatcher.engines.base import EngineConfig, ExplainsErrors
+from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda import nccl, stuck_kernels
 from ep_dispatcher.engines.cuda.aborts import Aborts
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
@@ -35,6 +35,9 @@ from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
+
+if TYPE_CHECKING:
+    from ep_dispatcher.buffer import Buffer
 
 logger = logging.getLogger(__name__)
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
@@ -345,8 +348,8 @@ class CudaEngine(Launches):
         self._aborts.free()
         self._regions.free(self._is_sound)
 
-    def event(self, owner: ExplainsErrors) -> StreamEvent:
-        return StreamEvent(self, owner)
+    def event(self, buffer: Buffer) -> StreamEvent:
+        return StreamEvent(self, buffer)
 
     def synchronize(self) -> None:
         """Wait for the last operation, and raise errors found by operations.

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ep_dispatcher.engines.base import Combined, ExplainsErrors, Received
+from ep_dispatcher.engines.base import Combined, Received
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import Event
 
 if TYPE_CHECKING:
+    from ep_dispatcher.buffer import Buffer
     from ep_dispatcher.engines.cuda.engine import CudaEngine
 
 # How often a waiting host checks for signals, and for destroy() in another thread.
@@ -101,8 +102,8 @@ class Streams:
 class StreamEvent(Event):
     """The event of an operation in a stream. A wait for it may include later operations of the same buffer."""
 
-    def __init__(self, engine: CudaEngine, owner: ExplainsErrors):
-        self._engine, self._owner = engine, owner
+    def __init__(self, engine: CudaEngine, buffer: Buffer):
+        self._engine, self._buffer = engine, buffer
 
     def wait(self) -> None:
         self._engine.join()
@@ -115,7 +116,7 @@ class StreamEvent(Event):
         try:
             self._engine.synchronize()
         except (PeerTimeoutError, ValueError) as error:
-            raise self._owner.explained(error)  # noqa: B904  # it has its cause
+            raise self._buffer.explained(error)  # noqa: B904  # it has its cause
 
     def query(self) -> bool:
         return self._engine.idle()
