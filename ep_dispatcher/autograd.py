@@ -211,19 +211,19 @@ def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> Non
 
 
 def _or_zeros(grad: Tensor | None, plan: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a gradient in ``dtype``. None stands for 0."""
-    return plan.new_zeros(shape, dtype=dtype) if grad is None else grad.to(dtype)
+    return plan.new_zeros(shape, dtype=dtype) if grad is None else grad
 
 
 def _dispatch_backward(
     ctx: Any, rows: Tensor | None, topk_weights: Tensor | None, anchor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of rows and topk_weights, from those of the dispatch's outputs."""
+    """Return the gradients of rows and topk_weights, from those of the dispatch's outputs. None stands for 0."""
     # All ranks must ask for the same. So what they gave to the dispatch decides, not what needs a gradient here.
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
     config, grad_weights = buffer.config, None
     # The anchor stands for the exact rows. Float8 rows that were given have no gradient; only their weights do.
     grad = _or_zeros(anchor if ctx.quantize else rows, plan, (ctx.num_rows, config.hidden), config.dtype)
+    grad = grad.to(config.dtype)
     if ctx.has_weights:
         shape = (ctx.num_rows,) if ctx.layout == "expert" else (ctx.num_rows, config.num_topk)
         grad_weights = _or_zeros(topk_weights, plan, shape, torch.float32)
@@ -232,7 +232,7 @@ def _dispatch_backward(
 
 
 def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of y and topk_weights, from those of the combine's outputs."""
+    """Return the gradients of y and topk_weights, from those of the combine's outputs. None stands for 0."""
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
     config, grad_weights = buffer.config, None
     grad = _or_zeros(x, plan, (ctx.num_tokens, config.hidden), config.dtype)
