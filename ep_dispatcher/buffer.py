@@ -429,15 +429,9 @@ class Buffer:
             buffer.resume()
 
         Collective: all ranks call it, with the buffer's limit. It waits for the operations under way. If these have
-        late errors, it raises them and does not suspend. When it returns, no rank has the memory any more.
-
-        CUDA engine: it frees all memory of ``ep.buffer_bytes(...).region`` except the flags, which take a page of 2 MiB
-        (more with very many tokens). The state stays.
-        CPU engine: it frees all shared memory except the flags. Memory of PyTorch's allocator (outputs, plans) is not
-        the buffer's: ``torch.cuda.empty_cache()`` gives that back.
-
-        While the buffer is suspended, operations raise ValueError. Do not replay a graph then: its outputs are not
-        valid. ``counters()`` and ``destroy()`` work.
+        late errors, it raises them and does not suspend. When it returns, no rank has the memory any more: that of
+        ``ep.buffer_bytes(...).region``, except the flags. While the buffer is suspended, operations raise ValueError,
+        and a graph that is replayed has no valid outputs. See docs/memory.md.
 
         Raises ValueError on every rank if the buffer was made without ``suspendable=True``, is suspended or destroyed.
         Raises PeerTimeoutError if a rank does not arrive: the buffer has ended then.
@@ -469,10 +463,8 @@ class Buffer:
           a given handle, its tokens count, and their rows are zeros (CPU engine) or undefined (CUDA engine).
         - In a combine the rows of its experts add nothing to the sums.
 
-        Each rank masks for itself, once it has waited for timeout_s. So while a rank comes late or stops, some ranks
-        may have its rows and sums and others not. Later they agree. A masked rank that still runs learns of it, at the
-        latest at the end of its operation. It discards what it has read, and raises PeerTimeoutError with
-        ``late_ranks == (itself,)``. Then the others mask it without a wait.
+        Each rank masks for itself, once it has waited for timeout_s. A masked rank that still runs raises
+        PeerTimeoutError with ``late_ranks == (itself,)``. See "Masked ranks" in docs/errors.md.
         """
         return self._masking_engine().mask
 

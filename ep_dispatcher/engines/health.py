@@ -145,15 +145,15 @@ class Health:
         """Run one operation, and no other meanwhile. An exception ends the buffer's use."""
         return Operation(self, name, suspended, ended)
 
-    def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
+    def stop(self, interrupt: Callable[[], None], free: Callable[[], None]) -> None:
         """Refuse all further operations, make the one under way end, abort, and call ``free`` once.
 
-        ``interrupt()`` must make the thread that is inside raise soon, wherever it waits. That thread frees when it
-        leaves, if it is still inside after ``timeout_s``, or if it is this thread (a signal handler destroys the
-        buffer). Return whether all is free. A forked child frees nothing: its memory belongs to its parent.
+        ``interrupt()`` must make the thread that is inside raise soon, wherever it waits. If it is this thread (a
+        signal handler destroys the buffer), it frees when it leaves. A forked child frees nothing: its memory belongs
+        to its parent.
         """
         if os.getpid() != self._pid:
-            return False
+            return
         with self._lock:
             if not self.is_stopped:
                 self.is_stopped, self._free = True, free
@@ -161,10 +161,9 @@ class Health:
             if inside is not None:
                 interrupt()
                 if inside.thread != threading.get_ident():
-                    self._changed.wait_for(lambda: self._inside is None, timeout_s)
+                    self._changed.wait_for(lambda: self._inside is None)
             if self._inside is None:
                 self._release()
-            return self._free is None
 
     def _end_inside(self, operation: Operation, error: BaseException) -> None:
         """End the buffer's use after an error inside an operation: for the others this rank is late now."""
