@@ -57,7 +57,7 @@ class PeerTimeoutError(_Noted, RuntimeError):
     ):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
-        self.reason = reason
+        self.reason, self.note = reason, ""
         parts = (f"{self._where()}, phase '{phase}': {self._waited()}", reason, self._advice())
         super().__init__(" ".join(filter(None, parts)))
 
