@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_dispatcher import envs
-
 Counters = dict[str, list[int]]  # Buffer.counters()
 
 
@@ -36,11 +34,6 @@ class Trace:
         where = f"rank {self._rank}, {operation}, epoch {epoch}"
         sys.stderr.write(f"ep_dispatcher trace: {where}, {elapsed_ms:.3f} ms, bytes: {moved}\n")
         sys.stderr.flush()
-
-
-def trace_of(rank: int) -> Trace | None:
-    """Return the writer of a buffer's lines; None unless EP_DISPATCHER_TRACE is 1."""
-    return Trace(rank) if envs.trace() else None
 
 
 class _Launched(NamedTuple):

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ep_dispatcher import _C_cpu, checks, float8
+from ep_dispatcher import _C_cpu, checks, envs, float8
 from ep_dispatcher.engines.base import (
     COMBINE_ARGUMENTS,
     DISPATCH_ARGUMENTS,
@@ -31,7 +31,7 @@ from ep_dispatcher.engines.optional import suspension
 from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.rendezvous import OwnKeys
-from ep_dispatcher.engines.trace import trace_of
+from ep_dispatcher.engines.trace import Trace
 from ep_dispatcher.errors import PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.plain import plain, require_memory
@@ -97,7 +97,7 @@ class CpuEngine(Engine):
         if config.mask_late_ranks:
             self.layouts = ("decode",)
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
-        self._trace = trace_of(topology.rank)
+        self._trace = Trace(topology.rank) if envs.trace() else None
         self._connections = _Connections()
         self.health = Health(self._connections.abort)
         self._masks = Masks(self.health)

@@ -30,7 +30,7 @@ from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health, watch
 from ep_dispatcher.engines.optional import suspension
 from ep_dispatcher.engines.optional.masks import Masks
-from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
+from ep_dispatcher.engines.trace import Counters, StreamTrace, Trace
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
@@ -158,8 +158,9 @@ class CudaEngine(Launches):
                 watch(self.report_stuck_kernel, "ep_dispatcher watch")
             if self._rail is not None:
                 watch(self.end_late_messages, "ep_dispatcher watch of messages")
-            trace = trace_of(topology.rank)
-            self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
+            self._trace = None
+            if envs.trace():
+                self._trace = StreamTrace(Trace(topology.rank), self._state, self._read_state)
         except BaseException:  # an exception may keep this object alive, but not its memory
             try:
                 if is_attached:  # the other ranks may have the buffer already: they must learn that this one left
