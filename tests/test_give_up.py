@@ -53,7 +53,9 @@ def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
 def test_ranks_of_this_node_name_the_others_of_a_late_one():
     words = {"1": word([3]), "4": word([5])}  # 0 and 1 are a node, 2 and 3 another one
     assert follow_chain(Words(words), 0, [2], beside=[0, 1]).late_ranks == [2, 3]
-    assert follow_chain(Words({}), 0, [2], beside=[0, 1]).late_ranks == [2], "a rank beside that has said nothing is not late"
+    assert follow_chain(Words({}), 0, [2], beside=[0, 1]).late_ranks == [2], (
+        "a rank beside that has said nothing is not late"
+    )
     assert follow_chain(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]).late_ranks == [0]
 
 
