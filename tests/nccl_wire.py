@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import round_trip as round_trips
@@ -28,6 +29,7 @@ from ep_dispatcher.tools.testing import RankError, RankPool, same_bits
 PART_S = float(os.environ.get("PART_S", 60))
 LIMIT_S = 3.0  # of operations that a rank waits for in vain
 SLACK_S = 5.0
+split_of = attrgetter("num_ranks", "ranks_per_node")
 
 
 class ImpatientBuffer(ep.Buffer):
@@ -55,24 +57,16 @@ def start(num_ranks: int, ranks_per_node: int, hosts: two_hosts.Hosts | None = N
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def rows(pool: RankPool, case: Case) -> None:
-    """Long rows, float8 rows, with and without counts."""
-    for row in test_nodes.LONG_ROWS:
-        check_case(lambda _: pool, "cuda", Case(case.num_ranks, case.ranks_per_node, **row))
-
-
-def cases(pool: RankPool, case: Case) -> None:
-    shape = (case.num_ranks, case.ranks_per_node)
-    for one in GRID:
-        if (one.num_ranks, one.ranks_per_node) == shape:
-            check_case(lambda _: pool, "cuda", one)
+def check_cases(pool: RankPool, cases: list[Case]) -> None:
+    for case in cases:
+        check_case(lambda _: pool, "cuda", case)
 
 
 def many(pool: RankPool, case: Case) -> None:
     """Several messages of rows and of sums, for some ranks without tokens."""
     shape = dict(tokens="many", num_topk=3, hidden=2880, dtype=torch.bfloat16)
-    for layout in ("expert", "rank"):
-        check_case(lambda _: pool, "cuda", Case(case.num_ranks, case.ranks_per_node, layout=layout, **shape))
+    layouts = ("expert", "rank")
+    check_cases(pool, [Case(case.num_ranks, case.ranks_per_node, layout=layout, **shape) for layout in layouts])
 
 
 def check_decode(rank: int, case: Case) -> None:
@@ -260,9 +254,9 @@ PARTS = dict(
     routing=lambda pool, case: pool.run(test_nodes.change_routing, "cuda", case, 30),
     gradients=lambda pool, case: pool.run(test_nodes.train, "cuda", case, 12),
     graph=lambda pool, case: pool.run(test_nodes.replay, "cuda", replace(case, layout="rank")),
-    rows=rows,
+    rows=lambda pool, case: check_cases(pool, [replace(case, **row) for row in test_nodes.LONG_ROWS]),
     many=many,
-    cases=cases,
+    cases=lambda pool, case: check_cases(pool, [one for one in GRID if split_of(one) == split_of(case)]),
     too_few=lambda pool, case: pool.run(test_nodes.too_few_rows, "cuda", case, 6),
     decode=lambda pool, case: pool.run(check_decode, case),
     counters=lambda pool, case: pool.run(check_counters, case),
