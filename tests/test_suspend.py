@@ -36,21 +36,27 @@ def make_large(engine: str, **changes) -> ep.Buffer:
     return make(engine, **(dict(max_tokens_per_rank=TOKENS) | changes))
 
 
+def present_pages(mapping: str) -> int:
+    """Pages of the mapped file, whoever has touched them."""
+    begin, end = (int(part, 16) for part in mapping.split()[0].split("-"))
+    present = (ctypes.c_ubyte * ((end - begin) // PAGE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), present) == 0
+    return sum(page & 1 for page in present)
+
+
 def memory_in_use(buffer: ep.Buffer) -> int:
-    """Bytes of all regions that this rank has mapped (CPU), or bytes in use on its GPU."""
+    """Collective: bytes of all regions that this rank has mapped (CPU), or bytes in use on its GPU."""
     if buffer.engine == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        dist.barrier()  # ranks may share the GPU
+    dist.barrier()  # ranks may share the GPU
+    if buffer.engine == "cuda":
         free, total = torch.cuda.mem_get_info()
-        return total - free
-    libc, pages = ctypes.CDLL(None, use_errno=True), 0
-    for line in mappings():
-        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        present = (ctypes.c_ubyte * ((end - begin) // PAGE))()
-        assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), present) == 0
-        pages += sum(page & 1 for page in present)  # of the file, whoever has touched it
-    return pages * PAGE
+        used = total - free
+    else:
+        used = PAGE * sum(map(present_pages, mappings()))
+    dist.barrier()  # it is read before anybody frees or takes memory
+    return used
 
 
 def fill(buffer: ep.Buffer) -> tuple:
@@ -74,21 +80,17 @@ def cycle(rank: int, engine: str, ranks_per_node: int) -> None:
         filled = fill(buffer)
         fill_again(buffer, *filled)
         round_trip(buffer)
-        dist.barrier()
         full, suspended, resumed = memory_in_use(buffer), [], []
         for turn in range(CYCLES):
             buffer.suspend()
             assert buffer.is_suspended and repr(buffer).endswith(", suspended)")
             suspended.append(memory_in_use(buffer))
-            dist.barrier()  # memory is read before anybody takes it again
             buffer.resume()
             assert not buffer.is_suspended and "suspended" not in repr(buffer)
             if turn % 10 == 0:
                 fill_again(buffer, *filled)
                 round_trip(buffer, seed=turn)
-                dist.barrier()
                 resumed.append(memory_in_use(buffer))
-                dist.barrier()
         fill_again(buffer, *filled)
         round_trip(buffer)
     if engine == "cpu":  # what is left are flags: a few pages a rank
@@ -233,18 +235,14 @@ def test_two_buffers_take_turns(rank, engine):
         other.suspend()
         filled = fill(large)
         for _ in range(3):
-            dist.barrier()
             levels.append(memory_in_use(large))
-            dist.barrier()
             large.suspend()
             other.resume()
             x = torch.randn(TOKENS // 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
             idx = torch.arange(TOKENS // 2).view(-1, 1) % 12 + torch.arange(3)
             out = other.dispatch(x.to(device(other)), (idx % 12).to(device(other)))
             assert same_bits(other.combine(out.x, out.handle).x.cpu(), (x.float() * 3).bfloat16())
-            dist.barrier()
             levels.append(memory_in_use(large))
-            dist.barrier()
             other.suspend()
             large.resume()
             fill_again(large, *filled)
