@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+from collections import defaultdict
 
 import pytest
 import torch
@@ -30,18 +31,16 @@ def exhaustive(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-def is_whole_exhaustive(item) -> bool:
-    """Whether the function itself is marked, not only a case of it."""
-    return any(mark.name == "exhaustive" for mark in getattr(item.function, "pytestmark", []))
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m leaves cases out
 def pytest_collection_modifyitems(config, items):
     """Refuse a test all of whose cases are exhaustive, unless the whole function is marked so."""
     if config.option.markexpr == "not exhaustive" and not config.option.keyword:
-        named = [(item.nodeid.partition("[")[0], item.get_closest_marker("exhaustive")) for item in items]
-        named += [(item.nodeid.partition("[")[0], None) for item in items if is_whole_exhaustive(item)]
-        missing = {name for name, _ in named} - {name for name, is_exhaustive in named if not is_exhaustive}
+        stays = defaultdict(bool)  # by test: whether a case is left, or the function itself is marked
+        for item in items:
+            marks = getattr(item.function, "pytestmark", [])
+            is_left = item.get_closest_marker("exhaustive") is None
+            stays[item.nodeid.partition("[")[0]] |= is_left or any(mark.name == "exhaustive" for mark in marks)
+        missing = {name for name, is_there in stays.items() if not is_there}
         if missing:
             raise pytest.UsageError(
                 f"{sorted(missing)}: all cases are exhaustive, allowed: all but one, or the whole function marked so"
@@ -67,15 +66,17 @@ def as_test(body, parameters: list[str], run):
     return test
 
 
-def on_ranks(num_ranks: int, *, fresh: bool = False, **options):
+def on_ranks(num_ranks: int | None = None, *, fresh: bool = False, **options):
     """Run the body of a test on that many ranks. It takes the rank, and then the test's fixtures and cases.
 
+    num_ranks: without it, as many as the test's case ``num_ranks`` says
     fresh: whether the ranks are this test's alone, which may change or end them
     options: of RankPool.run
     """
 
     def run(body, pools, **given):
-        with RankPool(num_ranks) if fresh else contextlib.nullcontext(pools(num_ranks)) as pool:
+        number = num_ranks or given["num_ranks"]
+        with RankPool(number) if fresh else contextlib.nullcontext(pools(number)) as pool:
             pool.run(body, *given.values(), **options)
 
     return lambda body: as_test(body, ["pools", *list(inspect.signature(body).parameters)[1:]], run)

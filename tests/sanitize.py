@@ -8,10 +8,10 @@ import sys
 import tempfile
 
 import test_decode
+import test_dispatch_combine as grid
 import torch
 import torch.distributed as dist
-from test_cuda_stress import assert_step
-from test_dispatch_combine import Case, Received, expected_of, expert_rows, make_inputs, random_rows, rows_needed, to
+from test_dispatch_combine import Case, expected_of, expert_rows, make_inputs, random_rows, to
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import device_of
@@ -28,20 +28,19 @@ DECODE_KINDS = [
 
 
 def run(case: Case, rank: int, engine: str) -> None:
-    device, inputs, sizes = device_of(engine, rank), make_inputs(case), dict(max_tokens_per_rank=300, num_sms=4)
-    sizes |= dict(hidden=case.hidden, num_experts=case.num_experts, num_topk=case.num_topk, dtype=case.dtype)
-    max_recv_rows = max(rows_needed(case, inputs.topk_idx)) + 5 if case.recv == "spare" else None
-    x, topk_idx, weights = (to(device, t[rank]) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+    device, inputs = device_of(engine, rank), make_inputs(case)
+    max_recv_rows = max(grid.rows_needed(case, inputs.topk_idx)) + 5 if case.recv == "spare" else None
+    x, topk_idx, weights = inputs.on(rank, device)
     options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
-    with ep.Buffer(engine=engine, timeout_s=200, ranks_per_node=case.ranks_per_node, **sizes) as buffer:
+    with grid.make_buffer(case, engine, 300, num_sms=4, timeout_s=200) as buffer:
         handle = None
         for given, more in ((topk_idx, options), (None, {})):  # a new plan, and the same plan again
             out = buffer.dispatch(x, given, weights, handle=handle, **more)
             handle = out.handle
             y, row_weights = to(device, expert_rows(case, out, rank))
             result = buffer.combine(y, handle, topk_weights=row_weights)
-            seen = Received.of(out), (result.x, result.topk_weights)
-            assert_step(case, seen, expected_of(case, inputs, max_recv_rows)[rank], str(case))
+            expected = expected_of(case, inputs, max_recv_rows)[rank]
+            grid.assert_step((out, (result.x, result.topk_weights)), expected, str(case))
 
 
 def run_decode(case: Case, rank: int, engine: str) -> None:

@@ -33,6 +33,10 @@ def expert_matrices(case: Case) -> torch.Tensor:
     return normal((case.num_experts, case.hidden, case.hidden), 7) / case.hidden**0.5
 
 
+def own_experts(case: Case, rank: int) -> slice:
+    return slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+
+
 def local_experts(out, case: Case, matrices: torch.Tensor) -> torch.Tensor:
     """Every expert's tanh(x @ matrix), weighted, in the rows that combine takes."""
     if case.layout == "expert":
@@ -49,24 +53,17 @@ def local_experts(out, case: Case, matrices: torch.Tensor) -> torch.Tensor:
 def moe_layer(rank: int, engine: str, case: Case, inputs: Inputs, options: dict, recompute: bool):
     """Forward and backward of a layer of experts; loss = sum of outputs times fixed random numbers."""
     device = device_of(engine, rank)
-    first = rank * case.experts_per_rank
-    x = inputs.x[rank].to(device).requires_grad_()
-    weights = inputs.topk_weights[rank].to(device).requires_grad_()
-    matrices = expert_matrices(case)[first : first + case.experts_per_rank].to(device).requires_grad_()
-    topk_idx = inputs.topk_idx[rank].to(device)
+    x, topk_idx, weights = inputs.on(rank, device)
+    leaves = [t.requires_grad_() for t in (x, weights, expert_matrices(case)[own_experts(case, rank)].to(device))]
 
     def forward(x, weights, matrices):
         out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, **options)
         return ep.combine(buffer, local_experts(out, case, matrices), out.handle)
 
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        result = (
-            checkpoint(forward, x, weights, matrices, use_reentrant=False)
-            if recompute
-            else forward(x, weights, matrices)
-        )
+        result = checkpoint(forward, *leaves, use_reentrant=False) if recompute else forward(*leaves)
         (result * normal(result.shape, 50 + rank).to(device)).sum().backward()
-    return result.detach(), x.grad, weights.grad, matrices.grad
+    return result.detach(), *(leaf.grad for leaf in leaves)
 
 
 def dense_moe_layer(case: Case, inputs: Inputs, matrices: list[torch.Tensor], experts):
@@ -104,34 +101,24 @@ def test_moe_layer_is_the_dense_one(pools, engine, num_ranks, ranks_per_node, la
     inputs = make_inputs(dataclasses.replace(case, routing="masked"))
     inputs.x[:] = [normal(x.shape, 20 + rank) for rank, x in enumerate(inputs.x)]
     ranks = pools(num_ranks).run(moe_layer, engine, case, inputs, options, recompute)
-    results, x_grads, weight_grads, (matrix_grads,) = dense_moe_layer(
-        case, inputs, [expert_matrices(case)], tanh_experts
-    )
+    results, x_grads, weight_grads, (grads,) = dense_moe_layer(case, inputs, [expert_matrices(case)], tanh_experts)
     assert sum(float(g.abs().sum()) for g in x_grads) > 1
-    for rank, (result, x_grad, weight_grad, matrix_grad) in enumerate(ranks):
-        first = rank * case.experts_per_rank
-        expected_matrix_grad = matrix_grads[first : first + case.experts_per_rank]
-        close = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
-        torch.testing.assert_close(result, results[rank], **close)
-        torch.testing.assert_close(x_grad, x_grads[rank], **close)
-        torch.testing.assert_close(weight_grad, weight_grads[rank], **close)
-        torch.testing.assert_close(matrix_grad, expected_matrix_grad, **close)
+    for rank, seen in enumerate(ranks):
+        right = (results[rank], x_grads[rank], weight_grads[rank], grads[own_experts(case, rank)])
+        torch.testing.assert_close(seen, right, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 def gradients(rank: int, engine: str, case: Case, inputs: Inputs, z_grads: list, max_recv_rows: int | None):
     """Two dispatches and two combines on one handle, one backward: the gradients of x, topk_weights and y of each."""
     device = device_of(engine, rank)
     leaves, outputs, output_grads, handle = [], [], [], None
+    options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         for z_grad in z_grads:
-            x = inputs.x[rank].to(device).clone().requires_grad_()
-            weights = inputs.topk_weights[rank].to(device).clone().requires_grad_()
-            if handle is None:
-                options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
-                out = ep.dispatch(buffer, x, inputs.topk_idx[rank].to(device), weights, **options)
-            else:
-                out = ep.dispatch(buffer, x, None, weights, handle=handle)
-            handle = out.handle
+            x, topk_idx, weights = inputs.on(rank, device)
+            x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = ep.dispatch(buffer, x, None if handle else topk_idx, weights, handle=handle, **options)
+            handle, options = out.handle, {}
             rows, row_weights = to(device, expert_rows(case, out, rank))  # serve as values and as gradients
             y = rows.clone().requires_grad_()
             leaves += [x, weights, y]
@@ -169,21 +156,19 @@ def test_gradients_have_the_bits_of_the_definition(pools, engine, num_ranks, ran
     for use, z_grad in enumerate(z_grads):
         combine_grads = reference.dispatch(z_grad, inputs.topk_idx, None, **placed)
         for rank, seen in enumerate(ranks):
-            x_grad, weight_grad, y_grad = seen[3 * use : 3 * use + 3]
-            assert_same(x_grad, dispatch_grads[rank][0], f"rank {rank}, use {use}: gradient of x")
-            assert_same(weight_grad, dispatch_grads[rank][1], f"rank {rank}, use {use}: gradient of topk_weights")
-            assert_same(y_grad, combine_grads[rank].x, f"rank {rank}, use {use}: gradient of y")
+            right = (*dispatch_grads[rank], combine_grads[rank].x)
+            assert_same(seen[3 * use : 3 * use + 3], right, f"rank {rank}, use {use}: gradients of x, topk_weights, y")
 
 
 def partial_gradients(rank: int, engine: str, case: Case, inputs: Inputs, wanted: tuple, used: tuple):
     """Gradients when only ``wanted`` asks for one and the loss only looks at ``used`` of the outputs."""
     device = device_of(engine, rank)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        x = inputs.x[rank].to(device).requires_grad_("x" in wanted)
-        weights = None
-        if inputs.topk_weights:
-            weights = inputs.topk_weights[rank].to(device).requires_grad_("topk_weights" in wanted)
-        out = ep.dispatch(buffer, x, inputs.topk_idx[rank].to(device), weights, layout=case.layout)
+        x, topk_idx, weights = inputs.on(rank, device)
+        leaves = {"x": x, "topk_weights": weights}
+        for name in wanted:
+            leaves[name].requires_grad_()
+        out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout)
         rows, row_weights = to(device, expert_rows(case, out, rank))
         loss = 0
         if "x" in used:
@@ -244,11 +229,10 @@ class Operators(TorchDispatchMode):
 
 def second_derivatives(rank: int, engine: str, case: Case, inputs: Inputs, observed: bool):
     """The gradient of a sum of squared gradients; and the operators that a dispatch mode saw, if one looked."""
-    device, mode = device_of(engine, rank), Operators()
-    x = inputs.x[rank].to(device).requires_grad_()
-    weights = inputs.topk_weights[rank].to(device).requires_grad_()
+    x, topk_idx, weights = inputs.on(rank, device_of(engine, rank))
+    x, weights, mode = x.requires_grad_(), weights.requires_grad_(), Operators()
     with make_buffer(case, engine, MAX_TOKENS) as buffer, mode if observed else contextlib.nullcontext():
-        out = ep.dispatch(buffer, x, inputs.topk_idx[rank].to(device), weights)
+        out = ep.dispatch(buffer, x, topk_idx, weights)
         y = ep.combine(buffer, out.x**3 * out.topk_weights[:, None], out.handle)
         first = torch.autograd.grad(y.sum(), (x, weights), create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, weights))
@@ -270,12 +254,9 @@ def float8_gradients(rank: int, engine: str, case: Case, inputs: Inputs, used: t
     """Gradients when float8 rows travel; the loss looks at ``used`` of (dequantised rows, topk_weights)."""
     device = device_of(engine, rank)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        x = to(device, inputs.x[rank])
-        leaves = [inputs.topk_weights[rank].to(device).requires_grad_()]
-        if "x" in used:
-            leaves.append(x.requires_grad_())
-        topk_idx = inputs.topk_idx[rank].to(device)
-        out = ep.dispatch(buffer, x, topk_idx, leaves[0], layout=case.layout, quantize=case.quantize)
+        x, topk_idx, weights = inputs.on(rank, device)
+        leaves = [weights.requires_grad_(), *([x.requires_grad_()] if "x" in used else [])]
+        out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, quantize=case.quantize)
         values = ep.dequantize(out.x)
         rows, row_weights = to(device, expert_rows(case, out, rank))
         outputs = {"topk_weights": (out.topk_weights, row_weights), "x": (values, rows)}
@@ -321,21 +302,18 @@ def test_gradients_pass_straight_through_float8(pools, engine, payload, ranks_pe
 @on_ranks(2)
 def test_a_rank_whose_loss_does_not_use_the_layer_adds_nothing_times_its_sum(rank, engine, idle):
     """Two layers in a row; the loss of rank ``idle``, which has no tokens, uses them only by ``0 * y.sum()``."""
-    case = Case(2, 2)
-    inputs = make_inputs(case)
-    device = device_of(engine, rank)
-    num_tokens = 0 if rank == idle else inputs.x[rank].shape[0]
-    x = inputs.x[rank][:num_tokens].to(device).float().requires_grad_()
-    other = torch.ones(3, requires_grad=True)
+    case, device = Case(2, 2), device_of(engine, rank)
+    x, topk_idx, _ = (t[: 0 if rank == idle else None] for t in make_inputs(case).on(rank, device))
+    y = x.float().requires_grad_()
+    x, other = y, torch.ones(3, requires_grad=True)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        y = x
         for _ in range(2):
-            out = ep.dispatch(buffer, y, inputs.topk_idx[rank][:num_tokens].to(device))
+            out = ep.dispatch(buffer, y, topk_idx)
             y = ep.combine(buffer, 3 * out.x, out.handle)
         loss = other.sum().to(device) + 0 * y.sum() if rank == idle else y.sum()
         loss.backward()
-    chosen = (inputs.topk_idx[rank][:num_tokens] >= 0).sum(1, keepdim=True)
-    assert torch.equal(x.grad.cpu(), (3.0 * chosen).square().expand(num_tokens, case.hidden))
+    chosen = (topk_idx >= 0).sum(1, keepdim=True)
+    assert torch.equal(x.grad, (3.0 * chosen).square().expand(x.shape))
     assert (other.grad is not None) == (rank == idle) and x.grad.any() == (rank != idle)
 
 
@@ -446,7 +424,7 @@ def test_the_outputs_are_the_callers_own(rank, engine, layout):
     """After the caller has overwritten all of them, the handle gives the same counts, rows and sums."""
     device, inputs, seen = device_of(engine, rank), make_inputs(Case(2, 1, layout=layout)), []
     with make_buffer(Case(2, 1, layout=layout), engine, MAX_TOKENS) as buffer:
-        x, topk_idx = inputs.x[rank].to(device), inputs.topk_idx[rank].to(device)
+        x, topk_idx, _ = inputs.on(rank, device)
         out = ep.dispatch(buffer, x, topk_idx, layout=layout)
         handle = out.handle
         for _ in range(2):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_dispatch_combine import Case, Received, assert_same, check_case, expected_of, expert_rows, make_inputs, to
+from conftest import on_ranks
+from test_dispatch_combine import Case, Received, assert_step, check_case, expected_of, expert_rows, make_inputs, to
+from test_dispatch_combine import make_buffer as buffer_of
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines, operation
@@ -36,16 +38,13 @@ def step(buffer: ep.Buffer, x, idx, weights, **options):
     return out.x.detach(), y.detach(), *grads
 
 
-def with_different_pasts(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_have_made_different_numbers_of_buffers(rank):
     alone = [dist.new_group([member]) for member in range(2)]  # collective
     for _ in range(1 + 2 * rank):
         make_buffer(alone[rank]).destroy()
     with make_buffer() as buffer:
         step(buffer, *inputs(rank, 0))
-
-
-def test_ranks_that_have_made_different_numbers_of_buffers(pools):
-    pools(2).run(with_different_pasts)
 
 
 def capture(buffer, *given):
@@ -61,26 +60,28 @@ def capture(buffer, *given):
     return graph, captured
 
 
-def replay(rank: int) -> None:
+def replay(graph, given, fresh) -> None:
+    """Replay with other inputs."""
+    for t, new in zip(given, fresh):
+        t.copy_(new)
+    graph.replay()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@on_ranks()
+def test_a_graph_replays_with_new_routing(rank, num_ranks):
     with make_buffer() as buffer:
         given = inputs(rank, 0)
         graph, captured = capture(buffer, *given)
         for seed in range(1, 6):
             fresh = inputs(rank, seed)
             expected = [t.clone() for t in step(buffer, *fresh)]
-            for t, new in zip(given, fresh):
-                t.copy_(new)
-            graph.replay()
-            for seen, right in zip(captured, expected):
-                assert torch.equal(seen, right)
+            replay(graph, given, fresh)
+            assert all(map(torch.equal, captured, expected))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_graph_replays_with_new_routing(pools, num_ranks):
-    pools(num_ranks).run(replay)
-
-
-def replay_with_another_routing_than_that_of_a_plan(rank: int) -> None:
+@on_ranks(2)
+def test_a_graph_finds_another_routing_than_that_of_its_plan(rank):
     with make_buffer() as buffer:
         x, given, _ = inputs(rank, 0)
         planned = given.clone()
@@ -109,8 +110,10 @@ def replay_with_another_routing_than_that_of_a_plan(rank: int) -> None:
         assert caught.value.where == (3, 4)
 
 
-def test_a_graph_finds_another_routing_than_that_of_its_plan(pools):
-    pools(2).run(replay_with_another_routing_than_that_of_a_plan)
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (4, 2)])
+def test_a_graph_replays_after_suspend_and_resume(pools, num_ranks, ranks_per_node):
+    pytest.importorskip("cuda.bindings", reason="no cuda-bindings")
+    pools(num_ranks).run(replay_after_suspend, ranks_per_node)
 
 
 def replay_after_suspend(rank: int, ranks_per_node: int) -> None:
@@ -120,9 +123,7 @@ def replay_after_suspend(rank: int, ranks_per_node: int) -> None:
         graph, captured = capture(buffer, *given)
         for turn in range(1, 21):
             fresh = inputs(rank, turn % 3)
-            for t, new in zip(given, fresh):
-                t.copy_(new)
-            graph.replay()  # suspend() waits for it
+            replay(graph, given, fresh)  # suspend() waits for it
             buffer.suspend()
             if turn % 5 == 0:
                 graph.replay()
@@ -131,19 +132,12 @@ def replay_after_suspend(rank: int, ranks_per_node: int) -> None:
             buffer.resume()
             expected = [t.clone() for t in step(buffer, *fresh)]
             graph.replay()
-            for seen, right in zip(captured, expected):
-                assert torch.equal(seen, right)
-            assert (spoilt == turn).all()
+            assert all(map(torch.equal, captured, expected)) and (spoilt == turn).all()
         buffer.check()
 
 
-@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (4, 2)])
-def test_a_graph_replays_after_suspend_and_resume(pools, num_ranks, ranks_per_node):
-    pytest.importorskip("cuda.bindings", reason="no cuda-bindings")
-    pools(num_ranks).run(replay_after_suspend, ranks_per_node)
-
-
-def capture_two_streams(rank: int) -> None:
+@on_ranks(2)
+def test_operations_of_two_streams_stay_in_order_in_a_graph(rank):
     """A graph in which an operation runs in the buffer's own stream and the next one in the captured stream."""
     with make_buffer() as buffer:
         given = inputs(rank, 0)
@@ -164,30 +158,21 @@ def capture_two_streams(rank: int) -> None:
                 t.copy_(new)
             expected = run()
             graph.replay()
-            for seen, right in zip(captured, expected):
-                assert torch.equal(seen, right)
+            assert all(map(torch.equal, captured, expected))
         buffer.check()
 
 
-def test_operations_of_two_streams_stay_in_order_in_a_graph(pools):
-    pools(2).run(capture_two_streams)
-
-
-def refuse_to_count_in_a_graph(rank: int) -> str:
+@on_ranks(1)
+def test_a_graph_needs_max_recv_rows(rank):
     with make_buffer() as buffer:
         given = inputs(rank, 0)
         torch.cuda.synchronize()
-        with pytest.raises(ValueError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(ValueError, match="^max_recv_rows: given None"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             buffer.dispatch(*given)
-        return str(caught.value)
 
 
-def test_a_graph_needs_max_recv_rows(pools):
-    (message,) = pools(1).run(refuse_to_count_in_a_graph)
-    assert message.startswith("max_recv_rows: given None")
-
-
-def run_without_waiting(rank: int) -> None:
+@on_ranks(2)
+def test_no_host_waits_with_max_recv_rows(rank):
     with make_buffer() as buffer:
         given = inputs(rank, 0)
         step(buffer, *given)
@@ -199,11 +184,8 @@ def run_without_waiting(rank: int) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_no_host_waits_with_max_recv_rows(pools):
-    pools(2).run(run_without_waiting)
-
-
-def asynchronously(rank: int) -> None:
+@on_ranks(2)
+def test_asynchronous_operations_in_their_own_stream(rank):
     with make_buffer() as buffer, make_buffer() as other:
         for seed in range(8):
             x, idx, weights = inputs(rank, seed)
@@ -221,35 +203,22 @@ def asynchronously(rank: int) -> None:
             assert res.event.query()
 
 
-def test_asynchronous_operations_in_their_own_stream(pools):
-    pools(2).run(asynchronously)
-
-
-def overflow(rank: int) -> list[str]:
-    messages = []
+@on_ranks(2)
+def test_errors_that_the_device_finds(rank):
     with make_buffer() as buffer:
         x, idx, weights = inputs(rank, 0)
         right = buffer.dispatch(x, idx, weights)
         out = buffer.dispatch(x, idx, weights, max_recv_rows=3)
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="^max_recv_rows: too small: rank 0 needs .*given 3"):
             out.event.synchronize()
-        messages.append(str(caught.value))
-        torch.distributed.barrier()
+        dist.barrier()
         bad = idx.clone()
         bad[5, 1] = EXPERTS
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=rf"^topk_idx\[5, 1\]: given {EXPERTS}, allowed: -1"):
             buffer.dispatch(x, bad, weights)
-        messages.append(str(caught.value))
-        torch.distributed.barrier()
+        dist.barrier()
         again = buffer.dispatch(x, idx, weights)  # the buffer is as good as before
         assert torch.equal(again.x, right.x)
-    return messages
-
-
-def test_errors_that_the_device_finds(pools):
-    for too_few, bad_entry in pools(2).run(overflow):
-        assert too_few.startswith("max_recv_rows: too small: rank 0 needs") and "given 3" in too_few
-        assert bad_entry.startswith(f"topk_idx[5, 1]: given {EXPERTS}, allowed: -1")
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 132])
@@ -257,20 +226,16 @@ def test_any_number_of_multiprocessors(pools, num_sms):
     case = Case(2, 2, torch.bfloat16, num_topk=3, experts_per_rank=3, alignment=8, tokens="many")
     given = make_inputs(case)
     ranks = pools(2).run(run_on, case, given, num_sms)
-    for (out, x), (right, (right_x, _)) in zip(ranks, expected_of(case, given, None)):
-        assert_same(out.x, right.x, "out.x")
-        assert_same(out.topk_weights, right.topk_weights, "out.topk_weights")
-        assert_same(x, right_x, "combined x")
+    for rank, (right, (right_x, _)) in enumerate(expected_of(case, given, None)):
+        assert_step(ranks[rank], (right, (right_x, None)), f"rank {rank}")
 
 
 def run_on(rank: int, case: Case, given, num_sms: int):
     device = device_of("cuda", rank)
-    sizes = dict(hidden=case.hidden, num_experts=case.num_experts, num_topk=case.num_topk, dtype=case.dtype)
-    with make_buffer(**sizes, max_tokens_per_rank=2500, num_sms=num_sms) as buffer:
-        tensors = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
-        out = buffer.dispatch(*tensors, expert_alignment=case.alignment)
+    with buffer_of(case, "cuda", 2500, num_sms=num_sms) as buffer:
+        out = buffer.dispatch(*given.on(rank, device), expert_alignment=case.alignment)
         y, _ = expert_rows(case, out, rank)
-        return Received.of(out), buffer.combine(to(device, y), out.handle).x
+        return Received.of(out), (buffer.combine(to(device, y), out.handle).x, None)
 
 
 @pytest.mark.parametrize(

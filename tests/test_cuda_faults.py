@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from round_trip import NUM_EXPERTS, device, expected, inputs, make_buffer, outputs, round_trip
 from test_faults import LIMIT_S, SLACK_S, assert_given_up, assert_names
 
@@ -26,7 +27,8 @@ def spin(seconds: float) -> None:
 # ---- a kernel that keeps a rank -------------------------------------------------------------------------------------
 
 
-def delayed(rank: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_is_delayed_for_less_than_the_limit(rank):
     """Another rank is late in every operation, by less than the limit."""
     with make_buffer(engine="cuda", timeout_s=20) as buffer:
         right, right_sum = expected(buffer, max_recv_rows=NUM_ROWS)
@@ -39,10 +41,6 @@ def delayed(rank: int) -> None:
                 spin(0.5)
             total = buffer.combine(y, out.handle).x
             assert same_bits(out.x.cpu(), right.x) and same_bits(total.cpu(), right_sum)
-
-
-def test_a_rank_that_is_delayed_for_less_than_the_limit(pools):
-    pools(3).run(delayed)
 
 
 def overslept(rank: int, victim: int, operation: str) -> None:
@@ -209,7 +207,8 @@ def test_a_mistake_found_by_a_later_operation_ends_the_buffer_on_all_ranks(pools
     assert message.startswith("max_recv_rows: too small: rank 0 needs") and "destroy() this buffer" in message
 
 
-def give_a_wrong_entry(rank: int):
+@on_ranks(3)
+def test_a_wrong_entry_found_by_a_later_operation(rank):
     """Rank 1 alone, and no host waits for counts: it ends the buffer, and the others hear of it."""
     with make_buffer(engine="cuda", timeout_s=30) as buffer:
         x, topk_idx, weights = inputs(rank, device=device(buffer))
@@ -221,15 +220,11 @@ def give_a_wrong_entry(rank: int):
             with pytest.raises((ValueError, ep.PeerTimeoutError)) as caught:
                 buffer.combine(out.x, out.handle).event.synchronize()
             errors.append(getattr(caught.value, "late_ranks", str(caught.value).partition(":")[0]))
-        return errors, time.monotonic() - begin
+        assert errors == ["topk_idx[2, 1]" if rank == 1 else (1,)] * 2 and time.monotonic() - begin < 15
 
 
-def test_a_wrong_entry_found_by_a_later_operation(pools):
-    for rank, (errors, seconds) in enumerate(pools(3).run(give_a_wrong_entry)):
-        assert errors == ["topk_idx[2, 1]" if rank == 1 else (1,)] * 2 and seconds < 15
-
-
-def replay_without_rows(rank: int) -> str:
+@on_ranks(2)
+def test_check_finds_what_a_replay_found(rank):
     """A graph whose replay needs more rows than it has; then one that has enough."""
     with make_buffer(engine="cuda") as buffer:
         x, topk_idx, weights = inputs(rank, device=device(buffer))
@@ -245,15 +240,9 @@ def replay_without_rows(rank: int) -> str:
             buffer.check()
             static.copy_(topk_idx)
             graph.replay()
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match="^max_recv_rows: too small: rank 0 needs"):
                 buffer.check()
             static.copy_(none)
             graph.replay()
             buffer.check()
         round_trip(buffer)
-        return str(caught.value)
-
-
-def test_check_finds_what_a_replay_found(pools):
-    for message in pools(2).run(replay_without_rows):
-        assert message.startswith("max_recv_rows: too small: rank 0 needs")

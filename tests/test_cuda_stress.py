@@ -1,28 +1,19 @@
 """A hard life for the CUDA engine: dirty memory, many steps, more than 2^31 bytes, other streams, one queue."""
 
 import dataclasses
-from contextlib import contextmanager
+import itertools
 
 import pytest
+import test_dispatch_combine as grid
 import torch
 import torch.distributed as dist
 from commands import ROOT, run_module
+from conftest import on_ranks
 from round_trip import device
 from test_cuda_faults import spin
-from test_dispatch_combine import (
-    Case,
-    Inputs,
-    Received,
-    assert_same,
-    expected_of,
-    expert_rows,
-    make_buffer,
-    make_inputs,
-    rows_needed,
-    to,
-)
+from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, make_buffer, make_inputs, to
+from test_experts import uninitialised_memory_is_nan
 from test_steps import resources
-from torch.utils import deterministic
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
@@ -31,33 +22,7 @@ from ep_dispatcher.tools.testing import ROUTINGS, device_of, make_routing
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 
 
-def assert_step(case: Case, seen, expected, where: str) -> None:
-    """``seen``: (Received, (x, topk_weights)) of one dispatch and combine; ``expected``: the definition's."""
-    (out, result), (right, right_result) = seen, expected
-    for field in ("x", "topk_weights", "topk_idx", "tokens_per_expert", "rows_per_expert"):
-        assert_same(to("cpu", getattr(out, field)), getattr(right, field), f"{where}: out.{field}")
-    for name, one, other in zip(("x", "topk_weights"), result, right_result):
-        assert_same(to("cpu", one), other, f"{where}: combined {name}")
-
-
 # ---- dirty memory ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def dirty_memory():
-    """Whatever is allocated inside holds NaN, or the largest number where it is integers."""
-    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = True
-    try:
-        kept = torch.zeros(1, device="cuda")
-        for dirty in (torch.empty(5000, device="cuda"), kept.new_empty(30, 3, dtype=torch.bfloat16)):
-            assert dirty.isnan().all(), "this test does not do what it should"
-        assert (torch.empty(50, dtype=torch.int32, device="cuda") == 2**31 - 1).all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        deterministic.fill_uninitialized_memory = before[1]
 
 
 def soil_region(buffer: ep.Buffer) -> None:
@@ -75,17 +40,17 @@ def soil_region(buffer: ep.Buffer) -> None:
 def in_dirty_memory(rank: int, case: Case, inputs: Inputs, max_recv_rows: int | None):
     device, steps = device_of("cuda", rank), []
     with make_buffer(case, "cuda", max_tokens_per_rank=64) as buffer:
-        x, topk_idx, weights = (to(device, t[rank]) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+        x, topk_idx, weights = inputs.on(rank, device)
         options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
         handle = None
         for given in ((topk_idx, options), (None, {})):
             soil_region(buffer)
-            with dirty_memory():
+            with uninitialised_memory_is_nan():
                 out = buffer.dispatch(x, given[0], weights, handle=handle, **given[1])
             handle = out.handle
             y, row_weights = to(device, expert_rows(case, out, rank))
             soil_region(buffer)
-            with dirty_memory():
+            with uninitialised_memory_is_nan():
                 result = buffer.combine(y, handle, topk_weights=row_weights)
             steps.append((Received.of(out), (result.x, result.topk_weights)))
     return steps
@@ -98,11 +63,11 @@ def test_nothing_of_what_the_memory_held_is_seen(pools, dtype, payload, layout, 
     shape = dict(num_topk=3, experts_per_rank=3, hidden=256, payload=payload, routing="masked", tokens="uneven")
     case = Case(3, 3, dtype, layout=layout, alignment=alignment, recv=recv, **shape)
     inputs = make_inputs(case)
-    max_recv_rows = max(rows_needed(case, inputs.topk_idx)) + 17 if recv == "spare" else None
+    max_recv_rows = max(grid.rows_needed(case, inputs.topk_idx)) + 17 if recv == "spare" else None
     ranks = pools(3).run(in_dirty_memory, case, inputs, max_recv_rows)
     for rank, expected in enumerate(expected_of(case, inputs, max_recv_rows)):
         for turn, seen in enumerate(ranks[rank]):
-            assert_step(case, seen, expected, f"rank {rank}, turn {turn}")
+            grid.assert_step(seen, expected, f"rank {rank}, turn {turn}")
 
 
 # ---- many steps -----------------------------------------------------------------------------------------------------
@@ -129,17 +94,18 @@ def step_of(number: int) -> tuple[Case, Inputs, int | None]:
 def one_step(buffer: ep.Buffer, number: int, checked: bool) -> None:
     rank = buffer.topology.rank
     case, given, max_recv_rows = step_of(number)
-    x, topk_idx, weights = (t[rank].to(device(buffer)) for t in (given.x, given.topk_idx, given.topk_weights))
+    x, topk_idx, weights = given.on(rank, device(buffer))
     options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
     out = buffer.dispatch(x, topk_idx, weights, **options)
     y, row_weights = to(device(buffer), expert_rows(case, out, rank)) if checked else (out.x, out.topk_weights)
     result = buffer.combine(y, out.handle, topk_weights=row_weights)
     if checked:
         right = expected_of(case, given, max_recv_rows)[rank]
-        assert_step(case, (Received.of(out), (result.x, result.topk_weights)), right, f"step {number}")
+        grid.assert_step((Received.of(out), (result.x, result.topk_weights)), right, f"step {number}")
 
 
-def many_steps(rank: int):
+@on_ranks(2, timeout_s=120)
+def test_a_thousand_steps_of_changing_sizes(rank):
     device_of("cuda", rank)
     used = []
     with make_buffer(STEPS, "cuda", MAX_TOKENS) as buffer:
@@ -150,20 +116,17 @@ def many_steps(rank: int):
                 process = resources()  # collects garbage first
                 gpu = dict(allocated=torch.cuda.memory_allocated(), reserved=torch.cuda.memory_reserved())
                 used.append(process | gpu)
-    return used
-
-
-def test_a_thousand_steps_of_changing_sizes(pools):
-    for before, after in pools(2).run(many_steps, timeout_s=120):
-        allowed_growth = dict(private=2 << 20, shared=1 << 20, files=0, mappings=8, allocated=0, reserved=8 << 20)
-        for name, allowed in allowed_growth.items():
-            assert after[name] - before[name] <= allowed, f"{name} went from {before} to {after}"
+    before, after = used
+    allowed_growth = dict(private=2 << 20, shared=1 << 20, files=0, mappings=8, allocated=0, reserved=8 << 20)
+    for name, allowed in allowed_growth.items():
+        assert after[name] - before[name] <= allowed, f"{name} went from {before} to {after}"
 
 
 # ---- more than 2^31 bytes and elements ------------------------------------------------------------------------------
 
 
-def huge(rank: int) -> None:
+@on_ranks(2)
+def test_more_than_two_billion_elements(rank):
     """Staging, slots and outputs of more than 2^31 bytes, outputs of more than 2^31 elements: about 20 GB a rank."""
     device, tokens, hidden = device_of("cuda", rank), 155_000, 7168
     shape = dict(hidden=hidden, num_experts=4, num_topk=2, max_tokens_per_rank=tokens, timeout_s=60)
@@ -192,17 +155,13 @@ def huge(rank: int) -> None:
     torch.cuda.empty_cache()
 
 
-def test_more_than_two_billion_elements(pools):
-    pools(2).run(huge)
-
-
 # ---- streams and the allocator --------------------------------------------------------------------------------------
-
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def under_pressure(rank: int) -> None:
+@on_ranks(2)
+def test_asynchronous_operations_keep_their_memory(rank):
     """Inputs and outputs of asynchronous operations go out of use, and others take their memory, while they wait."""
     case, device = Case(2, 2, torch.bfloat16, num_topk=3, experts_per_rank=3, hidden=1024), device_of("cuda", rank)
     inputs = [make_inputs(case, seed) for seed in range(4)]
@@ -215,7 +174,7 @@ def under_pressure(rank: int) -> None:
 
         for turn in range(20):
             given, (expected, combined) = inputs[turn % 4], right[turn % 4]
-            tensors = [t[rank].to(device) for t in (given.x, given.topk_idx, given.topk_weights)]
+            tensors = given.on(rank, device)
             if turn > 0:
                 with torch.cuda.stream(buffer._engine._own_stream):
                     spin(0.01)  # the operations wait, the current stream does not
@@ -232,16 +191,11 @@ def under_pressure(rank: int) -> None:
             scribble()
             result.event.wait()
             scribble()
-            assert_same(received.x.cpu(), expected.x, f"turn {turn}: out.x")
-            assert_same(received.topk_weights.cpu(), expected.topk_weights, f"turn {turn}: out.topk_weights")
-            assert_same(result.x.cpu(), combined[0], f"turn {turn}: combined x")
+            grid.assert_step((received, (result.x, None)), (expected, (combined[0], None)), f"turn {turn}")
 
 
-def test_asynchronous_operations_keep_their_memory(pools):
-    pools(2).run(under_pressure)
-
-
-def in_two_streams(rank: int) -> None:
+@on_ranks(2)
+def test_two_buffers_in_two_streams(rank):
     """Two buffers, each in a stream of its own; ranks launch them in different orders, as they may."""
     device, turns = device_of("cuda", rank), 10
     cases = [
@@ -253,8 +207,7 @@ def in_two_streams(rank: int) -> None:
         for turn in range(turns):  # everything is on the GPU before, so that no host waits for one of the streams
             inputs = make_inputs(case, seed=turn)
             right[b].append(expected_of(case, inputs, 300)[rank])
-            tensors = (inputs.x[rank], inputs.topk_idx[rank], inputs.topk_weights[rank])
-            given[b].append(to(device, (*tensors, *expert_rows(case, right[b][turn][0], rank))))
+            given[b].append((*inputs.on(rank, device), *to(device, expert_rows(case, right[b][turn][0], rank))))
     streams = [torch.cuda.Stream() for _ in cases]
     with make_buffer(cases[0], "cuda", 64) as first, make_buffer(cases[1], "cuda", 64) as second:
         buffers = (first, second)
@@ -266,9 +219,8 @@ def in_two_streams(rank: int) -> None:
             for b in (0, 1) if (rank + turn) % 2 else (1, 0):
                 results[b].append(run_in(streams[b], buffers[b], cases[b], *given[b][turn]))
         torch.cuda.synchronize()
-        for b, case in enumerate(cases):
-            for turn, seen in enumerate(results[b]):
-                assert_step(case, seen, right[b][turn], f"buffer {b}, turn {turn}")
+        for b, turn in itertools.product((0, 1), range(turns)):
+            grid.assert_step(results[b][turn], right[b][turn], f"buffer {b}, turn {turn}")
 
 
 def run_in(stream, buffer: ep.Buffer, case: Case, x, topk_idx, topk_weights, y, row_weights):
@@ -276,10 +228,6 @@ def run_in(stream, buffer: ep.Buffer, case: Case, x, topk_idx, topk_weights, y, 
         out = buffer.dispatch(x, topk_idx, topk_weights, layout=case.layout, max_recv_rows=300)
         result = buffer.combine(y, out.handle, topk_weights=row_weights)
     return Received.of(out), (result.x, result.topk_weights)
-
-
-def test_two_buffers_in_two_streams(pools):
-    pools(2).run(in_two_streams)
 
 
 def test_one_queue_to_the_gpu(monkeypatch):

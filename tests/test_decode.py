@@ -7,54 +7,28 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import test_dispatch_combine as grid
 import torch
 from conftest import on, on_ranks
 from round_trip import device as device_name
 from round_trip import inputs as inputs_of
 from round_trip import make_buffer as make_small_buffer
 from round_trip import round_trip
-from test_dispatch_combine import (
-    Case,
-    Inputs,
-    assert_same,
-    make_buffer,
-    make_inputs,
-    pairwise,
-    quantized,
-    random_rows,
-    to,
-)
-from test_errors import assert_on_no_rank, assert_refused, error_of, mix_operations, mix_operations_on_one_node
+from test_dispatch_combine import AXES, Case, Inputs, assert_same, make_buffer, make_inputs, pairwise, random_rows, to
+from test_errors import assert_refused, error_of
 from test_experts import uninitialised_memory_is_nan
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, decode, float8, reference
 from ep_dispatcher.engines.base import Combined
-from ep_dispatcher.tools.testing import ROUTINGS, device_of, same_bits
+from ep_dispatcher.tools.testing import device_of, same_bits
 
 LIMIT_S = 1.0
 
-GRID = pairwise(
-    {
-        "ranks": [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2)],
-        "dtype": [torch.float32, torch.bfloat16, torch.float16],
-        "payload": ["rows", "pair", "quantize", "quantize_pow2"],
-        "num_topk": [1, 3, 8],
-        "hidden": [64, 512, 1000, 2880],
-        "experts_per_rank": [1, 3, 8],
-        "layout": ["decode"],
-        "routing": list(ROUTINGS),
-        "index_dtype": [torch.int64, torch.int32],
-        "weighted": [False],
-        "tokens": ["even", "uneven"],
-        "threads": [1, 3],
-    }
-)
-
-
-def most_tokens(inputs: Inputs) -> int:
-    return max(1, *(idx.shape[0] for idx in inputs.topk_idx))
+RANKS = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2)]
+ONLY = {"ranks": RANKS, "num_topk": [1, 3, 8], "layout": ["decode"], "weighted": [False]}
+GRID = pairwise({name: ONLY.get(name, axis) for name, axis in AXES.items() if name not in ("alignment", "recv")})
 
 
 def results_of_experts(case: Case, counts: list[int], rows_per_group: int, rank: int) -> Tensor:
@@ -83,7 +57,7 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, op
     device = device_of(engine, rank)
     torch.set_num_threads(case.threads)
     quantize, results, handle = case.quantize, [], None
-    with make_buffer(case, engine, most_tokens(inputs)) as buffer, uninitialised_memory_is_nan():
+    with make_buffer(case, engine, inputs.most_tokens) as buffer, uninitialised_memory_is_nan():
         for x in (inputs.x[rank], again[rank]):
             x, topk_idx = to(device, x), to(device, inputs.topk_idx[rank].clone()) if handle is None else None
             if options:
@@ -123,9 +97,9 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, op
 
 def expected_of(case: Case, inputs: Inputs, x: list):
     options = dict(num_experts=case.num_experts, layout="decode")
-    x = [quantized(rows, case.quantize) for rows in x] if case.quantize else x
-    received = reference.dispatch(x, inputs.topk_idx, None, max_tokens_per_rank=most_tokens(inputs), **options)
-    rows_per_group = case.num_ranks * most_tokens(inputs)
+    x = [grid.quantized(rows, case.quantize) for rows in x] if case.quantize else x
+    received = reference.dispatch(x, inputs.topk_idx, None, max_tokens_per_rank=inputs.most_tokens, **options)
+    rows_per_group = case.num_ranks * inputs.most_tokens
     counts = [out.tokens_per_expert.tolist() for out in received]
     y = [results_of_experts(case, own, rows_per_group, rank) for rank, own in enumerate(counts)]
     factors = [weights_of(case, inputs, rank) for rank in range(case.num_ranks)]
@@ -136,7 +110,7 @@ def expected_of(case: Case, inputs: Inputs, x: list):
 
 def assert_case(case: Case, inputs: Inputs, again: list, ranks: list | dict) -> None:
     """Compare what ``run_case`` returned on these ranks with the definition."""
-    rows_per_group = case.num_ranks * most_tokens(inputs)
+    rows_per_group = case.num_ranks * inputs.most_tokens
     for use, x in enumerate((inputs.x, again)):
         received, combined = expected_of(case, inputs, x)
         for rank, results in ranks.items() if isinstance(ranks, dict) else enumerate(ranks):
@@ -192,42 +166,31 @@ def test_more_choices_of_a_token_than_lanes(pools, engine, payload, ranks_per_no
     check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, num_topk=64, experts_per_rank=40, **shape), {})
 
 
-def packed_scales(rank: int, engine: str, case: Case, inputs: Inputs):
-    device = device_of(engine, rank)
-    x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
-    with make_buffer(case, engine, most_tokens(inputs)) as buffer:
-        options = dict(layout="decode", quantize="e4m3_1x128")
-        plain = buffer.dispatch(x, topk_idx, **options).x[1]
-        out = buffer.dispatch(x, topk_idx, scale_format="ue8m0", **options)
-        same = buffer.dispatch(x, topk_idx, layout="decode", quantize="e4m3_1x128_pow2", scale_format="ue8m0")
-        for expert, count in enumerate(out.tokens_per_expert.tolist()):
-            assert all(same_bits(*(t[expert, :count] for t in pair)) for pair in zip(out.x, same.x, strict=True))
-        assert "scales of torch.int32" in error_of(ep.dequantize, out.x)
-        return out.tokens_per_expert, out.x, plain.stride(), out.x[1].stride()
-
-
 @pytest.mark.parametrize("hidden", [1024, 7168])
-def test_packed_scales(pools, engine, hidden):
+@on_ranks(2)
+def test_packed_scales(rank, engine, hidden):
     """Powers of two, four exponents in an int32; the rows of an expert lie beside each other in memory."""
     case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=hidden, layout="decode", weighted=False)
     inputs = make_inputs(case)
-    rows_per_group, words = 2 * most_tokens(inputs), hidden // 512
+    rows_per_group, words = 2 * inputs.most_tokens, hidden // 512
     pairs = [float8.quantize(x, powers_of_two=True) for x in inputs.x]
-    options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=most_tokens(inputs))
-    received = reference.dispatch(pairs, inputs.topk_idx, None, **options)
-    for rank, (counts, (rows, packed), plain_stride, stride) in enumerate(
-        pools(2).run(packed_scales, engine, case, inputs)
-    ):
-        assert plain_stride == (4 * words * rows_per_group, 1, rows_per_group)
-        assert stride == (words * rows_per_group, 1, rows_per_group)
-        assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, words)
-        for e, count in enumerate(counts.tolist()):
-            begin = e * rows_per_group
-            own = slice(begin, begin + count)
-            right_rows, right_scales = (part[own] for part in received[rank].x)
-            exponents = packed[e, :count].contiguous().view(torch.uint8)
-            assert_same(rows[e, :count], right_rows, f"rank {rank}, expert {e}: rows")
-            assert_same((exponents.float() - 127).exp2(), right_scales, f"rank {rank}, expert {e}: scales")
+    options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=inputs.most_tokens)
+    right_rows, right_scales = reference.dispatch(pairs, inputs.topk_idx, None, **options)[rank].x
+    x, topk_idx, _ = inputs.on(rank, device_of(engine, rank))
+    with make_buffer(case, engine, inputs.most_tokens) as buffer:
+        dispatch = partial(buffer.dispatch, x, topk_idx, layout="decode")
+        plain = dispatch(quantize="e4m3_1x128").x[1]
+        out, same = (dispatch(quantize=f"e4m3_1x128{kind}", scale_format="ue8m0") for kind in ("", "_pow2"))
+    rows, packed = out.x
+    assert plain.stride() == (4 * words * rows_per_group, 1, rows_per_group)
+    assert packed.stride() == (words * rows_per_group, 1, rows_per_group)
+    assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, words)
+    assert "scales of torch.int32" in error_of(ep.dequantize, out.x)
+    for e, count in enumerate(out.tokens_per_expert.tolist()):
+        assert all(same_bits(*(t[e, :count] for t in pair)) for pair in zip(out.x, same.x, strict=True))
+        own = slice(e * rows_per_group, e * rows_per_group + count)
+        scales = (packed[e, :count].contiguous().view(torch.uint8).float() - 127).exp2()
+        assert_same(to("cpu", (rows[e, :count], scales)), (right_rows[own], right_scales[own]), f"expert {e}")
 
 
 def of_any_magnitude() -> torch.Tensor:
@@ -254,11 +217,10 @@ def test_packed_scales_of_any_magnitude(rank, engine):
     assert torch.equal(rows.nan_to_num(), right_rows.float().nan_to_num())
 
 
-def test_powers_of_two_are_the_next_ones():
-    x = torch.tensor([448.0, 449.0, 224.0, 0.0, 2.0**-130, 3e38])[:, None].repeat(1, 128)
-    rows, scales = ep.quantize(x, powers_of_two=True)
-    assert scales.flatten().tolist() == [1.0, 2.0, 0.5, 2.0**-126, 2.0**-126, 2.0**120]
-    assert (ep.dequantize((rows, scales), torch.float32) - x).abs().le(x / 16).all()
+def times_its_weights(case: Case, inputs: Inputs, rank: int) -> Tensor:
+    """Every token times the sum of its weights: what comes back from experts that change nothing."""
+    weights = torch.nan_to_num(weights_of(case, inputs, rank))
+    return torch.nan_to_num(inputs.x[rank]) * weights.sum(1, keepdim=True)
 
 
 def many_steps(rank: int, engine: str, case: Case, steps: list[Inputs]):
@@ -266,7 +228,7 @@ def many_steps(rank: int, engine: str, case: Case, steps: list[Inputs]):
     with make_buffer(case, engine, 64) as buffer:
         results = []
         for inputs in steps:
-            x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
+            x, topk_idx, _ = inputs.on(rank, device)
             out = buffer.dispatch(x, topk_idx, layout="decode")
             other = buffer.dispatch(x, topk_idx)  # operations of all layouts take turns
             buffer.combine(other.x, other.handle)
@@ -282,19 +244,17 @@ def test_many_steps(pools, engine, ranks_per_node):
     steps = [make_inputs(dataclasses.replace(case, routing="masked"), seed) for seed in range(25)]
     for rank, results in enumerate(pools(4).run(many_steps, engine, case, steps)):
         for inputs, result in zip(steps, results, strict=True):
-            x = torch.nan_to_num(inputs.x[rank])
-            expected = x * torch.nan_to_num(weights_of(case, inputs, rank)).sum(1, keepdim=True)
-            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result, times_its_weights(case, inputs, rank), rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2)
 def test_sums_go_straight_into_an_output_where_they_can_and_are_copied_elsewhere(rank, engine):
     case = Case(2, 2, torch.bfloat16, layout="decode", weighted=False, num_topk=3, experts_per_rank=3)
     inputs = make_inputs(case)
-    device, num_tokens = device_of(engine, rank), len(inputs.topk_idx[rank])
-    weights = to(device, weights_of(case, inputs, rank))
+    x, topk_idx, _ = inputs.on(rank, device_of(engine, rank))
+    weights, num_tokens = to(x.device, weights_of(case, inputs, rank)), len(x)
     with make_buffer(case, engine, 32) as buffer:
-        received = buffer.dispatch(to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank]), layout="decode")
+        received = buffer.dispatch(x, topk_idx, layout="decode")
         y = torch.nan_to_num(received.x)
         memory = y.new_empty(y.numel() + num_tokens * case.hidden)
         shared = memory[: y.numel()].view_as(y).copy_(y)
@@ -328,9 +288,10 @@ def operations_so_far(buffer: ep.Buffer) -> int:
 
 @on_ranks(2)
 def test_wrong_arguments_are_refused_before_anything_is_sent(rank, engine):
-    device, case = device_of(engine, rank), Case(2, 2, layout="decode", weighted=False)
+    case = Case(2, 2, layout="decode", weighted=False)
     inputs = make_inputs(case)
-    x, idx, weights = (to(device, t) for t in (inputs.x[rank], inputs.topk_idx[rank], weights_of(case, inputs, rank)))
+    x, idx, _ = inputs.on(rank, device_of(engine, rank))
+    weights = to(x.device, weights_of(case, inputs, rank))
     with make_buffer(case, engine, 32) as buffer:
         out = buffer.dispatch(x, idx, layout="decode")
         y, flat = torch.zeros_like(out.x), buffer.dispatch(x, idx)
@@ -412,23 +373,6 @@ def test_another_handle_is_an_error_on_all_ranks(rank, engine, operation, ranks_
         round_trip(buffer)
 
 
-@pytest.mark.parametrize("other", ["combine", "cached dispatch", "dispatch"])
-def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, engine, other):
-    ranks = pools(4).run(mix_operations_on_one_node, engine, "decode combine", other, 3)
-    (text,) = {message for messages in ranks for message in messages}
-    if engine == "cuda" and other == "combine":  # there it is a combine like others, with another plan
-        assert text.startswith("handle: rank 3 gave the plan of ")
-    else:
-        assert text.startswith("operation: rank 3 is in a ") and "rank 0 is in a combine" in text
-        assert ("of decode layout" in text) == (engine == "cpu")
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("other", ["combine", "cached dispatch"])
-def test_different_operations_on_several_nodes_go_through_on_no_rank(pools, other, ranks_per_node):
-    assert_on_no_rank(pools(4).run(mix_operations, "decode combine", other, ranks_per_node), ranks_per_node)
-
-
 @pytest.mark.parametrize("ranks_per_node,phase", [(2, "weights"), (1, "weights between nodes")])
 @on_ranks(2)
 def test_a_rank_that_is_late_with_its_weights_is_named(rank, ranks_per_node, phase):
@@ -449,7 +393,7 @@ def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool) -> list[Ten
     """Capture a dispatch and a combine once, and replay them for every step."""
     device, results = device_of("cuda", rank), []
     with make_buffer(case, "cuda", 32) as buffer:
-        given = [to(device, t[rank].clone()) for t in (steps[0].x, steps[0].topk_idx)]
+        given = [t.clone() for t in steps[0].on(rank, device)[:2]]
         weights = to(device, weights_of(case, steps[0], rank))
 
         def run() -> Tensor:
@@ -468,9 +412,10 @@ def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool) -> list[Ten
         with torch.cuda.graph(graph, stream=stream):
             result = run()
         for inputs in steps:
-            for tensor, value in zip((*given, weights), (inputs.x, inputs.topk_idx, None)):
-                value = weights_of(case, inputs, rank) if value is None else value[rank]
-                tensor.copy_(to(device, value))
+            for tensor, value in zip(
+                (*given, weights), (inputs.x[rank], inputs.topk_idx[rank], weights_of(case, inputs, rank))
+            ):
+                tensor.copy_(value)
             graph.replay()
             buffer.check()
             results.append(result.cpu())
@@ -520,8 +465,7 @@ def two_microbatches(
         for step in steps:
             names = dict(buffer_a=buffer_a, buffer_b=buffer_b, experts=lambda x, counts: torch.nan_to_num(x) * 2)
             for name, inputs in zip("ab", step):
-                names[f"x_{name}"] = to(device, inputs.x[rank])
-                names[f"topk_idx_{name}"] = to(device, inputs.topk_idx[rank])
+                names[f"x_{name}"], names[f"topk_idx_{name}"], _ = inputs.on(rank, device)
                 names[f"weights_{name}"] = to(device, weights_of(case, inputs, rank))
             exec(TWO_MICROBATCHES, names)
             results.append((names["res_a"].x, names["res_b"].x))
@@ -535,6 +479,4 @@ def test_two_microbatches_under_way(pools, engine, ranks_per_node):
     for rank, results in enumerate(pools(4).run(two_microbatches, engine, case, steps)):
         for step, result in zip(steps, results, strict=True):
             for inputs, seen in zip(step, result):
-                factors = torch.nan_to_num(weights_of(case, inputs, rank)).sum(1, keepdim=True)
-                expected = 2 * torch.nan_to_num(inputs.x[rank]) * factors
-                torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(seen, 2 * times_its_weights(case, inputs, rank), rtol=1e-5, atol=1e-5)

@@ -84,40 +84,36 @@ def pairwise(options: dict[str, list], seed: int = 0) -> list[Case]:
     )
     cases = []
     while missing:
-        first = next(iter(missing))
-        best = None
+        first, candidates = next(iter(missing)), []
         for _ in range(60):
             values = {name: rng.choice(options[name]) for name in names} | dict(first)
             case = Case(*values["ranks"], **{name: values[name] for name in names if name != "ranks"})
-            gain = sum(pair in missing for pair in pairs_of(values)) if case.possible() else -1
-            if best is None or gain > best[0]:
-                best = (gain, case, values)
-        if best[0] > 0:
-            cases.append(best[1])
-            for pair in pairs_of(best[2]):
-                missing.pop(pair, None)
-        missing.pop(first, None)  # without gain: no possible case has this pair
+            gained = missing.keys() & pairs_of(values) if case.possible() else set()
+            candidates.append((gained, case))
+        gained, case = max(candidates, key=lambda candidate: len(candidate[0]))
+        cases += [case] if gained else []  # without gain: no possible case has the first pair
+        for pair in {first, *gained}:
+            del missing[pair]
     return cases
 
 
-GRID = pairwise(
-    {
-        "ranks": [(n, m) for n in (1, 2, 3, 4, 6, 8) for m in range(1, n + 1) if n % m == 0],
-        "dtype": [torch.float32, torch.bfloat16, torch.float16],
-        "payload": ["rows", "pair", "quantize", "quantize_pow2"],
-        "num_topk": [1, 2, 8],
-        "hidden": [64, 512, 1000, 2880],
-        "experts_per_rank": [1, 3, 8],
-        "layout": ["expert", "rank"],
-        "alignment": [1, 8, 128],
-        "recv": ["counted", "exact", "spare"],
-        "routing": list(ROUTINGS),
-        "index_dtype": [torch.int64, torch.int32],
-        "weighted": [True, False],
-        "tokens": ["even", "uneven"],
-        "threads": [1, 3],
-    }
-)
+AXES = {
+    "ranks": [(n, m) for n in (1, 2, 3, 4, 6, 8) for m in range(1, n + 1) if n % m == 0],
+    "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    "payload": ["rows", "pair", "quantize", "quantize_pow2"],
+    "num_topk": [1, 2, 8],
+    "hidden": [64, 512, 1000, 2880],
+    "experts_per_rank": [1, 3, 8],
+    "layout": ["expert", "rank"],
+    "alignment": [1, 8, 128],
+    "recv": ["counted", "exact", "spare"],
+    "routing": list(ROUTINGS),
+    "index_dtype": [torch.int64, torch.int32],
+    "weighted": [True, False],
+    "tokens": ["even", "uneven"],
+    "threads": [1, 3],
+}
+GRID = pairwise(AXES)
 
 
 @dataclass(frozen=True)
@@ -127,6 +123,16 @@ class Inputs:
     x: list[Tensor] | list[tuple[Tensor, Tensor]]
     topk_idx: list[Tensor]
     topk_weights: list[Tensor] | None
+
+    @property
+    def most_tokens(self) -> int:
+        """Of any rank, and at least 1: of a buffer."""
+        return max(1, *(idx.shape[0] for idx in self.topk_idx))
+
+    def on(self, rank: int, device: str) -> tuple:
+        """(x, topk_idx, topk_weights) of a rank."""
+        each = (self.x, self.topk_idx, self.topk_weights)
+        return tuple(None if values is None else to(device, values[rank]) for values in each)
 
 
 def quantized(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -189,7 +195,7 @@ def expert_rows(case: Case, out, rank: int) -> tuple[Tensor, Tensor | None]:
 def to(device: str, value):
     if isinstance(value, tuple):
         return tuple(to(device, v) for v in value)
-    return None if value is None else value.to(device)
+    return None if value is None else value.detach().to(device)
 
 
 @dataclass(frozen=True)
@@ -208,40 +214,26 @@ class Received:
         return Received(tuple(x) if isinstance(x, tuple) else x, *rest)
 
 
-def make_buffer(case: Case, engine: str, max_tokens_per_rank: int, group=None) -> ep.Buffer:
-    return ep.Buffer(
-        group,
-        hidden=case.hidden,
-        num_experts=case.num_experts,
-        num_topk=case.num_topk,
-        max_tokens_per_rank=max_tokens_per_rank,
-        dtype=case.dtype,
-        engine=engine,
-        ranks_per_node=case.ranks_per_node,
-        timeout_s=60,
-    )
+def make_buffer(case: Case, engine: str, max_tokens_per_rank: int, group=None, **changes) -> ep.Buffer:
+    names = ("hidden", "num_experts", "num_topk", "dtype", "ranks_per_node")
+    sizes = {name: getattr(case, name) for name in names} | dict(max_tokens_per_rank=max_tokens_per_rank, timeout_s=60)
+    return ep.Buffer(group, engine=engine, **(sizes | changes))
 
 
 def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: Inputs, max_recv_rows: int | None, group=None):
     """Dispatch, combine, and the same with other rows on the cached handle."""
     device = device_of(engine, rank)
     torch.set_num_threads(case.threads)
-    quantize, results = case.quantize, []
-    most_tokens = max(1, *(idx.shape[0] for idx in inputs.topk_idx))
-    with make_buffer(case, engine, max_tokens_per_rank=most_tokens, group=group) as buffer:
-        handle = None
-        for given in (inputs, again):
-            x = to(device, given.x[rank])
-            topk_weights = to(device, given.topk_weights[rank]) if given.topk_weights else None
-            if handle is None:
-                topk_idx = to(device, given.topk_idx[rank])
-                options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
-                out = buffer.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options)
-            else:
-                out = buffer.dispatch(x, None, topk_weights, quantize=quantize, handle=handle)
+    handle, results = None, []
+    placed = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
+    with make_buffer(case, engine, inputs.most_tokens, group) as buffer:
+        for given, options in ((inputs, placed), (again, {})):
+            x, topk_idx, topk_weights = given.on(rank, device)
+            topk_idx = topk_idx if handle is None else None
+            out = buffer.dispatch(x, topk_idx, topk_weights, quantize=case.quantize, handle=handle, **options)
             handle = out.handle
-            y, weights = expert_rows(case, out, rank)
-            combined = buffer.combine(to(device, y), handle, topk_weights=to(device, weights))
+            y, weights = to(device, expert_rows(case, out, rank))
+            combined = buffer.combine(y, handle, topk_weights=weights)
             results.append((Received.of(out), (combined.x, combined.topk_weights)))
     torch.set_num_threads(1)
     return results
@@ -257,14 +249,8 @@ def rows_needed(case: Case, topk_idx: list[Tensor]) -> list[int]:
 def expected_of(case: Case, inputs: Inputs, max_recv_rows: int | None):
     x = [quantized(rows, case.quantize) for rows in inputs.x] if case.quantize else inputs.x
     options = dict(num_experts=case.num_experts, layout=case.layout)
-    received = reference.dispatch(
-        x,
-        inputs.topk_idx,
-        inputs.topk_weights,
-        expert_alignment=case.alignment,
-        max_recv_rows=max_recv_rows,
-        **options,
-    )
+    placed = dict(expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
+    received = reference.dispatch(x, inputs.topk_idx, inputs.topk_weights, **options, **placed)
     y, weights = zip(*(expert_rows(case, out, rank) for rank, out in enumerate(received)))
     weights = list(weights) if inputs.topk_weights else None
     combined = reference.combine(list(y), received, inputs.topk_idx, weights, node_of=case.node_of, **options)
@@ -292,6 +278,14 @@ def assert_same(seen, expected, what: str) -> None:
         )
 
 
+def assert_step(seen, expected, where: str) -> None:
+    """Compare (what a dispatch returned, (x, topk_weights) of a combine) with the definition's."""
+    (out, combined), (right, right_combined) = seen, expected
+    for field in dataclasses.fields(Received):
+        assert_same(to("cpu", getattr(out, field.name)), getattr(right, field.name), f"{where}: out.{field.name}")
+    assert_same(to("cpu", combined), right_combined, f"{where}: combined")
+
+
 def other_rows(case: Case, inputs: Inputs) -> Inputs:
     """The same routing with other rows and weights."""
     x = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
@@ -301,13 +295,8 @@ def other_rows(case: Case, inputs: Inputs) -> Inputs:
 def check_results(case: Case, ranks: list, inputs: Inputs, again: Inputs, max_recv_rows: int | None = None) -> None:
     """Compare everything that ``run_case`` returned with the definition."""
     for turn, given in enumerate((inputs, again)):
-        for rank, (expected, combined) in enumerate(expected_of(case, given, max_recv_rows)):
-            out, result = ranks[rank][turn]
-            where = f"rank {rank}, {'cached handle' if turn else 'first use'}"
-            for field in dataclasses.fields(Received):
-                assert_same(getattr(out, field.name), getattr(expected, field.name), f"{where}: out.{field.name}")
-            assert_same(result[0], combined[0], f"{where}: combined x")
-            assert_same(result[1], combined[1], f"{where}: combined topk_weights")
+        for rank, expected in enumerate(expected_of(case, given, max_recv_rows)):
+            assert_step(ranks[rank][turn], expected, f"rank {rank}, {'cached handle' if turn else 'first use'}")
 
 
 def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None, run=run_case) -> None:
@@ -400,9 +389,8 @@ def test_groups_that_are_not_the_world(pools, engine, ranks_per_node):
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @on_ranks(2)
 def test_async_finish_changes_no_bit(rank, engine, ranks_per_node):
-    case, device = Case(2, ranks_per_node, tokens="uneven"), device_of(engine, rank)
-    inputs = make_inputs(case)
-    given = [to(device, each[rank]) for each in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
+    case = Case(2, ranks_per_node, tokens="uneven")
+    given = make_inputs(case).on(rank, device_of(engine, rank))
     with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
         right = buffer.dispatch(*given)
         right_sum = buffer.combine(right.x, right.handle).x
@@ -417,9 +405,8 @@ def test_async_finish_changes_no_bit(rank, engine, ranks_per_node):
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @on_ranks(2)
 def test_a_handle_has_the_counts_on_the_host(rank, engine, ranks_per_node):
-    case, device = Case(2, ranks_per_node), device_of(engine, rank)
-    inputs = make_inputs(case)
-    x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
+    case = Case(2, ranks_per_node)
+    x, topk_idx, _ = make_inputs(case).on(rank, device_of(engine, rank))
     with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
         for layout, alignment in (("expert", 1), ("rank", 1), ("expert", 8)):
             out = buffer.dispatch(x, topk_idx, layout=layout, expert_alignment=alignment)
@@ -451,9 +438,8 @@ def test_weights_keep_their_bits(rank, engine, layout, ranks_per_node):
     _, right = reference.combine(y, received, inputs.topk_idx, weights, node_of=case.node_of, **options)[rank]
     assert different_bits(right, right.masked_fill(right == 0, 0)).any(), "no negative zero"
     with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
-        leaf = inputs.topk_weights[rank].to(device).requires_grad_()
-        x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
-        out = ep.dispatch(buffer, x, topk_idx, leaf, layout=layout)
+        x, topk_idx, leaf = inputs.on(rank, device)
+        out = ep.dispatch(buffer, x, topk_idx, leaf.requires_grad_(), layout=layout)
         mine = weights[rank].to(device)
         (grad,) = torch.autograd.grad(out.topk_weights, leaf, mine)
         back = buffer.combine(y[rank].to(device), out.handle, topk_weights=mine).topk_weights

@@ -5,24 +5,13 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import test_dispatch_combine as grid
 import torch
-from conftest import exhaustive, on
-from test_dispatch_combine import (
-    Case,
-    Inputs,
-    Received,
-    assert_same,
-    expected_of,
-    expert_rows,
-    make_buffer,
-    random_rows,
-    to,
-)
+from conftest import exhaustive, on, on_ranks
+from test_dispatch_combine import Case, Inputs, assert_same, expected_of, expert_rows, make_buffer, random_rows, to
 
 import ep_dispatcher as ep
 import ep_dispatcher.buffer as buffer_module
@@ -53,28 +42,22 @@ cuda = pytest.mark.parametrize("engine", [on("cuda")])
 
 
 def make_inputs(case: Case, num_tokens: list[int], kind: str, seed: int) -> Inputs:
-    routings = [
-        make_routing(kind, num, case.num_experts, case.num_topk, seed=100 * seed + rank)
-        for rank, num in enumerate(num_tokens)
-    ]
-    x = [random_rows(case, num, 100 * seed + rank) for rank, num in enumerate(num_tokens)]
-    return Inputs(x, [idx for idx, _ in routings], [weights for _, weights in routings])
-
-
-def on_host(value):
-    """As the definition returns it."""
-    if isinstance(value, tuple):
-        return tuple(map(on_host, value))
-    return None if value is None else value.detach().cpu()
+    x, topk_idx, topk_weights = [], [], []
+    for rank_seed, num in enumerate(num_tokens, 100 * seed):
+        idx, weights = make_routing(kind, num, case.num_experts, case.num_topk, seed=rank_seed)
+        topk_idx.append(idx)
+        topk_weights.append(weights)
+        x.append(random_rows(case, num, rank_seed))
+    return Inputs(x, topk_idx, topk_weights)
 
 
 def assert_step(case: Case, rank: int, given: Inputs, out, combined, max_recv_rows: int | None, where: str) -> None:
-    received, expected = expected_of(case, given, max_recv_rows)[rank]
-    seen = Received.of(out)
-    for field in fields(Received):
-        assert_same(on_host(getattr(seen, field.name)), getattr(received, field.name), f"{where}: out.{field.name}")
-    assert_same(on_host(combined.x), expected[0], f"{where}: combined x")
-    assert_same(on_host(combined.topk_weights), expected[1], f"{where}: combined topk_weights")
+    expected = expected_of(case, given, max_recv_rows)[rank]
+    grid.assert_step((out, (combined.x, combined.topk_weights)), expected, where)
+
+
+def assert_equal(seen, expected, where: str) -> None:
+    assert_same(to("cpu", seen), to("cpu", expected), where)
 
 
 # ---- what crosses ---------------------------------------------------------------------------------------------------
@@ -97,7 +80,7 @@ def sent_by(buffer: ep.Buffer, run) -> tuple[list[int], list[int]]:
 
 def count_bytes(rank: int, engine: str, case: Case) -> None:
     device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "masked", 3)
-    x, idx, weights = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+    x, idx, weights = given.on(rank, device)
     own, per_node = divmod(rank, case.ranks_per_node)
     rail = [node * case.ranks_per_node + per_node for node in range(case.num_ranks // case.ranks_per_node)]
     slack = 0 if engine == "cuda" else 512  # the CPU engine's messages have headings, and aligned parts
@@ -149,11 +132,11 @@ def change_routing(rank: int, engine: str, case: Case, num_steps: int) -> None:
     device = device_of(engine, rank)
     with make_buffer(case, engine, NUM_TOKENS) as buffer:
         for step, given, max_recv_rows in steps_of(case, num_steps):
-            x, idx, weights = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+            x, idx, weights = given.on(rank, device)
             out = buffer.dispatch(x, idx, weights, max_recv_rows=max_recv_rows)
             if step % 3 == 0:
                 again = buffer.dispatch(x, None, weights, handle=out.handle)
-                assert_same(on_host(again.x), on_host(out.x), f"step {step}: the cached dispatch")
+                assert_equal(again.x, out.x, f"step {step}: the cached dispatch")
             buffer.check()
             y, row_weights = to(device, expert_rows(case, out, rank))
             combined = buffer.combine(y, out.handle, topk_weights=row_weights)
@@ -178,19 +161,19 @@ def too_few_rows(rank: int, engine: str, case: Case, num_steps: int) -> None:
         for step in range(num_steps):
             num_tokens = [NUM_TOKENS] * (case.num_ranks - 1) + [0 if step % 3 == 2 else NUM_TOKENS]
             given = make_inputs(case, num_tokens, "uniform", step)
-            x, idx, weights = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+            x, idx, weights = given.on(rank, device)
             with pytest.raises(ValueError, match="max_recv_rows: too small: rank 0 needs"):  # of others where counted
                 buffer.dispatch(x, idx, weights, max_recv_rows=100 if rank == 0 or step % 2 else None)
                 buffer.check()
             if last is not None and step % 2:
                 y, handle, expected = last
-                assert_same(on_host(buffer.combine(y, handle).x), expected, f"step {step}: the combine after it")
+                assert_equal(buffer.combine(y, handle).x, expected, f"step {step}: the combine after it")
             out = buffer.dispatch(x, idx, weights, max_recv_rows=NUM_ROWS)
             y, row_weights = to(device, expert_rows(case, out, rank))
             combined = buffer.combine(y, out.handle, topk_weights=row_weights)
             buffer.check()
             assert_step(case, rank, given, out, combined, NUM_ROWS, f"step {step}")
-            last = y, out.handle, on_host(buffer.combine(y, out.handle).x)
+            last = y, out.handle, buffer.combine(y, out.handle).x
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
@@ -208,14 +191,14 @@ def train(rank: int, engine: str, case: Case, num_steps: int) -> None:
         for step, given, max_recv_rows in steps_of(case, num_steps, first_seed=1000):
             rows = [random_rows(case, len(x), 7000 + r) for r, x in enumerate(given.x)]
             grads = Inputs(rows, given.topk_idx, None)
-            x, idx, weights, grad = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights, rows))
-            x, weights = x.requires_grad_(), weights.requires_grad_()
+            x, idx, weights = given.on(rank, device)
+            x, weights, grad = x.requires_grad_(), weights.requires_grad_(), to(device, rows[rank])
             out = ep.dispatch(buffer, x, idx, weights, max_recv_rows=max_recv_rows)
             buffer.check()
             if step % 3 == 0:
                 again = buffer.dispatch(x.detach(), None, weights.detach(), handle=out.handle)
                 buffer.check()
-                assert_same(on_host(again.x), on_host(out.x), f"step {step}: the cached dispatch")
+                assert_equal(again.x, out.x, f"step {step}: the cached dispatch")
             y, row_weights = to(device, expert_rows(case, out, rank))
             y = y.requires_grad_()
             combined, combined_weights = ep.combine(buffer, y, out.handle, topk_weights=row_weights)
@@ -229,10 +212,9 @@ def train(rank: int, engine: str, case: Case, num_steps: int) -> None:
             both = SimpleNamespace(x=combined, topk_weights=combined_weights)
             assert_step(case, rank, given, out, both, max_recv_rows, f"step {step}")
             # The backward of a dispatch is a combine, and that of a combine a dispatch.
-            assert_same(on_host(grads_in[0]), on_host(both.x), f"step {step}: gradient of x")
-            assert_same(on_host(grads_in[1]), on_host(both.topk_weights), f"step {step}: gradient of topk_weights")
+            assert_equal(grads_in, (both.x, both.topk_weights), f"step {step}: gradients of x and of topk_weights")
             expected, _ = expected_of(case, grads, max_recv_rows)[rank]
-            assert_same(on_host(y_grad), expected.x, f"step {step}: gradient of y")
+            assert_equal(y_grad, expected.x, f"step {step}: gradient of y")
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), exhaustive(4, 2), exhaustive(4, 1)])
@@ -244,7 +226,7 @@ def replay(rank: int, engine: str, case: Case) -> None:
     """Dispatch and combine in one graph, with other inputs at each replay."""
     device = device_of(engine, rank)
     first = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
-    x, idx, weights = (to(device, t[rank]) for t in (first.x, first.topk_idx, first.topk_weights))
+    x, idx, weights = first.on(rank, device)
     with make_buffer(case, engine, NUM_TOKENS) as buffer:
 
         def step():
@@ -266,10 +248,9 @@ def replay(rank: int, engine: str, case: Case) -> None:
             once = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
             again = buffer.combine(once.x, once.handle, topk_weights=once.topk_weights)
             buffer.check()
-            for name, seen, expected in (("out", out.x, once.x), ("combined", combined.x, again.x)):
-                assert_same(on_host(seen), on_host(expected), f"replay {seed}: {name}")
+            assert_equal((out.x, combined.x), (once.x, again.x), f"replay {seed}: out and combined")
             expected, _ = expected_of(case, given, NUM_ROWS)[rank]
-            assert_same(on_host(out.x), expected.x, f"replay {seed}: out")
+            assert_equal(out.x, expected.x, f"replay {seed}: out")
 
 
 @cuda
@@ -319,7 +300,7 @@ def pace(rank: int, engine: str, case: Case, gb_per_s: float, leaves: bool) -> f
     With ``leaves``: the time until destroy() has ended a dispatch, over the same.
     """
     device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
-    x, idx, _ = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+    x, idx, _ = given.on(rank, device)
     least = sum(least_rows(case, given.topk_idx[rank], rank)) * case.hidden * 2 / gb_per_s / 1e9
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EP_DISPATCHER_WIRE_GBPS", str(gb_per_s))
@@ -355,18 +336,13 @@ def test_a_rank_leaves_a_paced_wire_at_once(pools, engine):
     assert max(pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, True)) < 0.5
 
 
-def refused(rank: int, hosts: str, options: dict) -> str:
-    sizes = dict(hidden=64, num_experts=8, num_topk=2, max_tokens_per_rank=8)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as caught:
-        patch.setattr(buffer_module, "host_id", lambda: hosts[rank])
-        ep.Buffer(engine="cuda", **sizes, **options)
-    return str(caught.value)
-
-
 @cuda
 @pytest.mark.parametrize(
     "hosts,options,argument", [("ABAB", {}, "group"), ("AAAA", dict(ranks_per_node=2, num_sms=1), "num_sms")]
 )
-def test_nodes_that_the_engine_cannot_serve(pools, engine, hosts, options, argument):
-    for text in pools(4).run(refused, hosts, options):
-        assert text.startswith(f"{argument}: given ")
+@on_ranks(4)
+def test_nodes_that_the_engine_cannot_serve(rank, engine, hosts, options, argument):
+    sizes = dict(hidden=64, num_experts=8, num_topk=2, max_tokens_per_rank=8)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"^{argument}: given "):
+        patch.setattr(buffer_module, "host_id", lambda: hosts[rank])
+        ep.Buffer(engine=engine, **sizes, **options)

@@ -3,13 +3,11 @@
 import pytest
 import torch
 from conftest import on_ranks
-from round_trip import MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
+from round_trip import device, inputs, make_buffer
 from test_errors import assert_refused
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import same_bits
-
-SPLITS = [(2, None), (4, 2)]  # ranks, ranks per node
 
 
 def tensors_of(out: ep.DispatchOutput) -> list:
@@ -22,7 +20,9 @@ def assert_same(got, wanted) -> None:
         assert (a is None and b is None) or same_bits(a, b)
 
 
-def plan_first(rank: int, engine: str, ranks_per_node: int | None) -> None:
+@pytest.mark.parametrize("num_ranks, ranks_per_node", [(2, None), (4, 2)])
+@on_ranks()
+def test_a_plan_first_gives_the_same_bits(rank, engine, num_ranks, ranks_per_node):
     """A dispatch with a plan gives the bits of one that plans itself, and so do combine and the gradients."""
     with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
         for seed, (layout, alignment) in enumerate([("expert", 1), ("expert", 8), ("rank", 1)]):
@@ -51,15 +51,9 @@ def plan_first(rank: int, engine: str, ranks_per_node: int | None) -> None:
             assert_same([leaf.grad], [again.grad])
 
 
-@pytest.mark.parametrize("num_ranks, ranks_per_node", SPLITS)
-def test_a_plan_first_gives_the_same_bits(pools, engine, num_ranks, ranks_per_node):
-    pools(num_ranks).run(plan_first, engine, ranks_per_node)
-
-
 @on_ranks(2)
 def test_a_plan_serves_pairs(rank, engine):
-    sizes = dict(hidden=256, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS, timeout_s=30)
-    with ep.Buffer(engine=engine, **sizes) as buffer:
+    with make_buffer(hidden=256, engine=engine) as buffer:
         _, topk_idx, topk_weights = inputs(rank, device=device(buffer))
         pair = ep.quantize(torch.randn(len(topk_idx), 256, dtype=torch.bfloat16, device=topk_idx.device))
         out = buffer.dispatch(pair, topk_weights=topk_weights, handle=buffer.plan(topk_idx))

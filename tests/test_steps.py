@@ -9,19 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_dispatch_combine as grid
 import torch
-from conftest import exhaustive
-from test_dispatch_combine import (
-    Case,
-    Inputs,
-    Received,
-    assert_same,
-    expected_of,
-    expert_rows,
-    make_buffer,
-    make_inputs,
-    to,
-)
+from conftest import exhaustive, on_ranks
+from test_dispatch_combine import Case, Inputs, Received, assert_step, expected_of, expert_rows, make_inputs, to
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import ROUTINGS, device_of, make_routing, same_bits, with_negative_zeros
@@ -63,17 +54,14 @@ def step_inputs(case: Case, step: int, rank: int):
 def train(rank: int, engine: str, case: Case, pauses: int):
     """Forward and backward ``NUM_STEPS`` times; ``pauses`` seeds random delays, so that ranks arrive in any order."""
     device, rng, digest = device_of(engine, rank), random.Random(pauses + rank), hashlib.sha256()
-    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+    with grid.make_buffer(case, engine, MAX_TOKENS) as buffer:
         for step in range(NUM_STEPS):
             x, topk_idx, weights = (t.to(device) for t in step_inputs(case, step, rank))
+            x, weights = x.requires_grad_(), weights.requires_grad_()
             time.sleep(rng.choice([0, 0, 0, 0.002]))
-            x.requires_grad_()
-            weights.requires_grad_()
             out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, expert_alignment=case.alignment)
             time.sleep(rng.choice([0, 0, 0, 0.002]))
-            y = out.x * (
-                out.topk_weights[:, None] if case.layout == "expert" else out.topk_weights.sum(1, keepdim=True)
-            )
+            y = out.x * out.topk_weights[:, None].flatten(1).sum(1, keepdim=True)
             result = ep.combine(buffer, y.to(case.dtype), out.handle)
             result.square().sum().backward()
             add_to(digest, out.x, out.topk_weights, result, x.grad, weights.grad)
@@ -97,14 +85,11 @@ def test_steps_do_not_grow_and_repeat_their_bits(pools, engine, ranks_per_node, 
 
 
 def make_and_destroy(rank: int, engine: str, case: Case):
-    x, topk_idx, weights = step_inputs(case, 0, rank)
-    device = device_of(engine, rank)
-    seen = []
+    given, seen = to(device_of(engine, rank), step_inputs(case, 0, rank)), []
     for _ in range(12):
-        buffer = make_buffer(case, engine, MAX_TOKENS)
-        out = buffer.dispatch(x.to(device), topk_idx.to(device), weights.to(device))
-        buffer.combine(out.x, out.handle)
-        buffer.destroy()
+        with grid.make_buffer(case, engine, MAX_TOKENS) as buffer:
+            out = buffer.dispatch(*given)
+            buffer.combine(out.x, out.handle)
         del buffer, out
         seen.append(resources())
     return seen[3], seen[-1]
@@ -124,8 +109,7 @@ def fixed_rows(case: Case) -> int | None:
 def full_step(rank: int, engine: str, case: Case, inputs: Inputs, buffer: ep.Buffer) -> Iterator:
     """Dispatch, combine and the results, with a pause after each operation where something else can run."""
     device = device_of(engine, rank)
-    x, topk_idx = to(device, inputs.x[rank]).clone(), to(device, inputs.topk_idx[rank]).clone()
-    topk_weights = to(device, inputs.topk_weights[rank]).clone()
+    x, topk_idx, topk_weights = (t.clone() for t in inputs.on(rank, device))
     options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=fixed_rows(case))
     out = buffer.dispatch(x, topk_idx, topk_weights, **options)
     x.fill_(float("nan"))  # the caller may do with its tensors what it likes, however late the other ranks are
@@ -137,25 +121,21 @@ def full_step(rank: int, engine: str, case: Case, inputs: Inputs, buffer: ep.Buf
     y.fill_(float("nan"))
     weights.fill_(float("nan"))
     yield
-    return Received.of(out), (combined.x, combined.topk_weights)
+    yield Received.of(out), (combined.x, combined.topk_weights)
 
 
 def interleave(rank: int, engine: str, cases: list[Case], inputs: list[Inputs], buffer_of: list[int], order: list[int]):
     """Advance the steps in ``order``, where several of them may share a buffer."""
     device_of(engine, rank)
-    buffers = {}
+    buffers, results = {}, [None] * len(cases)
     for case, b in zip(cases, buffer_of):
         if b not in buffers:
-            buffers[b] = make_buffer(case, engine, MAX_TOKENS)
+            buffers[b] = grid.make_buffer(case, engine, MAX_TOKENS)
     steps = [full_step(rank, engine, case, given, buffers[b]) for case, given, b in zip(cases, inputs, buffer_of)]
-    results = [None] * len(steps)
     for i in order:
         if rank == i % 3:
             time.sleep(0.005)  # somebody is always late
-        try:
-            next(steps[i])
-        except StopIteration as stop:
-            results[i] = stop.value
+        results[i] = next(steps[i])
     for b in reversed(buffers):
         buffers[b].destroy()
     return results
@@ -165,14 +145,8 @@ def check_interleaved(pools, engine: str, cases: list[Case], buffer_of: list[int
     inputs = [make_inputs(case, seed=i) for i, case in enumerate(cases)]
     ranks = pools(cases[0].num_ranks).run(interleave, engine, cases, inputs, buffer_of, order)
     for i, (case, given) in enumerate(zip(cases, inputs)):
-        for rank, (expected, combined) in enumerate(expected_of(case, given, fixed_rows(case))):
-            out, result = ranks[rank][i]
-            where = f"rank {rank}, step {i}"
-            assert_same(out.x, expected.x, f"{where}: out.x")
-            assert_same(out.topk_weights, expected.topk_weights, f"{where}: out.topk_weights")
-            assert_same(out.topk_idx, expected.topk_idx, f"{where}: out.topk_idx")
-            assert_same(out.tokens_per_expert, expected.tokens_per_expert, f"{where}: out.tokens_per_expert")
-            assert_same(result, combined, f"{where}: combined")
+        for rank, expected in enumerate(expected_of(case, given, fixed_rows(case))):
+            assert_step(ranks[rank][i], expected, f"rank {rank}, step {i}")
 
 
 def test_buffers_do_not_disturb_each_other(pools, engine):
@@ -201,14 +175,15 @@ def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node, recv):
     check_interleaved(pools, engine, cases, buffer_of=[0, 0, 0, 0], order=order)
 
 
-def back_to_back(rank: int, engine: str, case: Case, num_turns: int):
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@on_ranks(4)
+def test_fast_ranks_do_not_overtake_slow_ones(rank, engine, ranks_per_node):
     """Nothing but one kind of operation in a row, so that fast ranks run ahead of slow ones as far as they may."""
-    device = device_of(engine, rank)
-    _, topk_idx, _ = step_inputs(case, 0, rank)
-    topk_idx = topk_idx.to(device)
-    values = torch.arange(num_turns, dtype=case.dtype, device=device)
+    device, case = device_of(engine, rank), Case(4, ranks_per_node, num_topk=3, experts_per_rank=3, hidden=4096)
+    topk_idx = step_inputs(case, 0, rank)[1].to(device)
+    values = torch.arange(30, dtype=case.dtype, device=device)
     x = torch.full((topk_idx.shape[0], case.hidden), 100.0 * rank, dtype=case.dtype, device=device)
-    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+    with grid.make_buffer(case, engine, MAX_TOKENS) as buffer:
         out = buffer.dispatch(x, topk_idx)
         first = out.x.clone()
         dispatched = [buffer.dispatch(x + value, topk_idx).x for value in values]
@@ -218,12 +193,4 @@ def back_to_back(rank: int, engine: str, case: Case, num_turns: int):
     wrong = [f"dispatch {i}" for i, value in enumerate(values) if not same_bits(dispatched[i], first + value)]
     wrong += [f"cached dispatch {i}" for i, value in enumerate(values) if not same_bits(again[i], first + value)]
     wrong += [f"combine {i}" for i, value in enumerate(values) if not same_bits(combined[i], total * value)]
-    return wrong, int((topk_idx >= 0).sum()), int(total[:, 0].sum())
-
-
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_fast_ranks_do_not_overtake_slow_ones(pools, engine, ranks_per_node):
-    case = Case(4, ranks_per_node, num_topk=3, experts_per_rank=3, hidden=4096)
-    for wrong, num_rows, num_summed in pools(4).run(back_to_back, engine, case, 30):
-        assert not wrong
-        assert num_summed == num_rows
+    assert not wrong and int(total[:, 0].sum()) == int((topk_idx >= 0).sum())
