@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 from commands import ROOT
+from conftest import on
+from test_nodes import needs_pace
 
 from ep_dispatcher.engines import cuda_problem
 
@@ -41,20 +43,14 @@ def made_up(script, argv: list[str]) -> dict:
 
 
 def test_each_point_is_measured_once(script):
+    """Of the wire's multiprocessors at least one is left for the rest."""
     args = script.parse_args(["--sms", "2,8", "--rates", "25,50", "--sms-at", "8"])
     assert [point[:2] for point in script.points_of(args)] == [(2, 50.0), (8, 50.0), (8, 25.0), (8, None)]
     args = script.parse_args(["--wire", "nvshmem", "--sms", "2,8"])
     assert script.points_of(args) == [(2, None, None, None), (8, None, None, None)]
-
-
-def test_shares_of_the_wire_and_chunks(script):
-    """At least one multiprocessor is left for the rest."""
-    args = script.parse_args(
-        ["--only-at", "--sms", "2,4", "--rail-sms", "1,3", "--chunks", "256,128,64", "512,512,512"]
-    )
-    fine, coarse = (256, 128, 64), (512, 512, 512)
-    shares = [(2, 1), (4, 1), (4, 3)]
-    assert script.points_of(args) == [(sms, 50.0, rail, chunks) for sms, rail in shares for chunks in (fine, coarse)]
+    args = script.parse_args("--only-at --sms 2,4 --rail-sms 1,3 --chunks 256,128,64 512,512,512".split())
+    shares, chunks = [(2, 1), (4, 1), (4, 3)], [(256, 128, 64), (512, 512, 512)]
+    assert script.points_of(args) == [(sms, 50.0, rail, each) for sms, rail in shares for each in chunks]
 
 
 def test_buffers_made_inside_have_the_settings_of_a_point(script, monkeypatch):
@@ -103,14 +99,6 @@ def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def has_pace() -> bool:
-    if cuda_problem() is not None:
-        return False
-    from ep_dispatcher import _C_cuda
-
-    return _C_cuda.has_pace
-
-
 @pytest.mark.skipif(cuda_problem() is None, reason="this process can use a GPU")
 @pytest.mark.parametrize("name", ["paced_wire", "time_line"])
 def test_without_a_gpu_it_says_why(tmp_path, name):
@@ -118,9 +106,10 @@ def test_without_a_gpu_it_says_why(tmp_path, name):
     assert found.returncode == 2 and "allowed: the CUDA engine" in found.stderr
 
 
-@pytest.mark.skipif(not has_pace(), reason="no GPU, or built without a pace")
+@needs_pace
+@pytest.mark.parametrize("engine", [on("cuda")])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_a_run(tmp_path, layout):
+def test_a_run(tmp_path, layout, engine):
     out = tmp_path / "paced.json"
     sizes = "--tokens 64 --hidden 512 --experts 8 --topk 2 --ranks-per-node 1 --graphs 3".split()
     rates = ["--rates", "0.1", "--at", "0.1", "--sms", "4", "--sms-at", "4"]

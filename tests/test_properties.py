@@ -3,9 +3,10 @@
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_dispatch_combine import Case, Inputs, check_case, make_buffer, to
+from test_dispatch_combine import Case, Inputs, check_case
 
-from ep_dispatcher.tools.testing import device_of, same_bits, with_negative_zeros
+from ep_dispatcher import reference
+from ep_dispatcher.tools.testing import same_bits, with_negative_zeros
 
 EXAMPLES = settings(
     max_examples=60,
@@ -61,35 +62,29 @@ def test_every_routing_has_the_bits_of_the_definition(pools, engine, example):
     check_case(pools, engine, case, inputs)
 
 
-def there_and_back(rank: int, engine: str, case: Case, inputs: Inputs):
-    """Dispatch, experts that return what they get, combine."""
-    device = device_of(engine, rank)
-    with make_buffer(case, engine, max_tokens_per_rank=6) as buffer:
-        weights = to(device, inputs.topk_weights[rank]) if case.weighted else None
-        options = dict(layout=case.layout, expert_alignment=case.alignment)
-        out = buffer.dispatch(to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank]), weights, **options)
-        y = out.x
-        if case.layout == "rank":  # one row stands for all local experts of the token
-            y = y * (out.topk_idx >= 0).sum(1, keepdim=True).to(y.dtype)
-        result = buffer.combine(y, out.handle, topk_weights=out.topk_weights)
-        return result.x, result.topk_weights, out.tokens_per_expert, out.rows_per_expert, out.x.shape[0]
-
-
 @EXAMPLES
 @given(example=cases(recv="counted"))
-def test_what_goes_out_comes_back_once_per_expert(pools, engine, example):
+def test_what_goes_out_comes_back_once_per_expert(example):
+    """By the definition, from experts that return what they get."""
     case, topk_idx = example
-    inputs = small_integers(case, topk_idx)
-    ranks = pools(case.num_ranks).run(there_and_back, engine, case, inputs)
-    for (x, weights, *_), given_x, idx, rank in zip(ranks, inputs.x, topk_idx, range(case.num_ranks)):
+    inputs, options = small_integers(case, topk_idx), dict(num_experts=case.num_experts, layout=case.layout)
+    given = (inputs.x, topk_idx, inputs.topk_weights)
+    received = reference.dispatch(*given, expert_alignment=case.alignment, **options)
+    y = [out.x for out in received]
+    if case.layout == "rank":  # one row stands for all local experts of the token
+        y = [out.x * (out.topk_idx >= 0).sum(1, keepdim=True).to(case.dtype) for out in received]
+    row_weights = [out.topk_weights for out in received] if case.weighted else None
+    combined = reference.combine(y, received, topk_idx, row_weights, node_of=case.node_of, **options)
+    for rank, ((x, weights), given_x, idx) in enumerate(zip(combined, inputs.x, topk_idx)):
         assert same_bits(x, 0.0 + given_x * (idx >= 0).sum(1, keepdim=True).to(case.dtype))  # sums begin with +0.0
         if case.weighted:
             assert same_bits(weights, torch.where(idx >= 0, inputs.topk_weights[rank], 0))
         else:
             assert weights is None
-    counts = torch.cat([tokens for _, _, tokens, _, _ in ranks])
+    counts = torch.cat([out.tokens_per_expert for out in received])
     every_choice = torch.cat(topk_idx).flatten()
     assert torch.equal(counts, torch.bincount(every_choice[every_choice >= 0], minlength=case.num_experts))
-    for _, _, tokens, rows, num_rows in ranks:
+    for out in received:
+        tokens, rows, num_rows = out.tokens_per_expert, out.rows_per_expert, len(out.x)
         assert (rows >= tokens).all() and (rows - tokens < case.alignment).all() and (rows % case.alignment == 0).all()
         assert num_rows == rows.sum() if case.layout == "expert" else tokens.max() <= num_rows <= tokens.sum()
