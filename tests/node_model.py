@@ -1,4 +1,4 @@
-"""A small model of the protocol between nodes: agents, the memory they share, and two searches for what goes wrong.
+"""A small model of the protocol between nodes: agents, the memory they share, and a search for what goes wrong.
 
 An *agent* is a block, or a part of it, in one operation of one rank. Its program is fixed: wait for flags, read and
 write cells, raise flags, put over the wire. A *cell* holds the epoch of its content, a *flag* holds an epoch.
@@ -11,12 +11,11 @@ An *event* is one step of an agent or one delivery. Local steps between two sync
 belongs to the event behind it, a raise to the event before it. That leaves nothing out. No other agent can tell when
 a wait ended, and all that a raise or a wait orders, it orders for the whole event.
 
-``explore`` visits every state that any order of events leads to, breadth first. ``check_order`` takes one order and
-answers for all. That is right for these programs: flags only grow, so an event that can happen stays possible until it
-happens. So every order has the same events and the same causes, and the orders are those that keep causes before
-effects. A read is right in all of them if the write that it expects is a cause of it, and each other write of the cell
-comes before that write or after the read. Otherwise ``check_order`` builds an order in which the read is wrong and
-replays it. It also finds a flag that may fall; without one, the argument holds.
+``check_order`` takes one order and answers for all. That is right for these programs: flags only grow, so an event
+that can happen stays possible until it happens. So every order has the same events and the same causes, and the orders
+are those that keep causes before effects. A read is right in all of them if the write that it expects is a cause of it,
+and each other write of the cell comes before that write or after the read. Otherwise ``check_order`` builds an order in
+which the read is wrong and replays it. It also finds a flag that may fall; without one, the argument holds.
 """
 
 from collections import defaultdict, deque
@@ -55,11 +54,10 @@ class Wrong(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What a search found. ``waiting`` lists the events that never happen although all events before them did."""
+    """What is wrong. ``waiting`` lists the events that never happen although all events before them did."""
 
     wrong: frozenset[Wrong]
     waiting: frozenset[int]
-    states: int  # that were visited; of ``check_order`` the events of its one order
     trace: str  # how the first fault comes about; empty where there is none
 
     @property
@@ -130,48 +128,32 @@ class Agent:
         self.after += [number for puts in self.puts.values() for number in puts]
 
 
-class Memory:
-    """All cells and flags. A fault is kept, and then all goes on as if it had been right."""
+def replay(events: Sequence[Event], numbers: Iterable[int]) -> tuple[set[Wrong], str]:
+    """Run events in this order. Return what is wrong, and the order in words, one event a line.
 
-    def __init__(self, events: Sequence[Event]):
-        self.events = events
-        steps = [step for e in events for step in (*e.waits, *e.checks, *e.raises, *((p, t) for _, p, t in e.accesses))]
-        places = {place for place, _ in steps} | {(COMPLETE, place[1]) for place, _ in steps}
-        self.index = {place: i for i, place in enumerate(sorted(places, key=repr))}
-        self.start = bytes(len(self.index))
-
-    def may_happen(self, number: int, content: bytes) -> bool:
-        return all(content[self.index[flag]] >= epoch for flag, epoch in self.events[number].waits)
-
-    def after(self, number: int, content: bytes, wrong: set[Wrong]) -> bytes:
-        """Return the content after an event, and add to ``wrong`` what is."""
-        event, new = self.events[number], bytearray(content)
-        for flag, epoch in event.checks:
-            if new[self.index[flag]] < epoch:
-                wrong.add(Wrong("early", number, flag))
+    A fault is kept, and then all goes on as if it had been right.
+    """
+    content: dict[Place, int] = defaultdict(int)  # of cells and flags
+    done, wrong, lines = set(), set(), []
+    for number in numbers:
+        event, before = events[number], set(wrong)
+        assert done.issuperset(event.after), "no order of events"
+        assert all(content[flag] >= epoch for flag, epoch in event.waits), "no order of events"
+        wrong |= {Wrong("early", number, flag) for flag, epoch in event.checks if content[flag] < epoch}
         for kind, cell, epoch in event.accesses:
-            if kind == READ and new[self.index[cell]] != epoch:
+            if kind == READ and content[cell] != epoch:
                 wrong.add(Wrong("stale", number, cell))
-            if kind == WRITE and new[self.index[COMPLETE, cell[1]]] >= epoch % EPOCHS:
+            if kind == WRITE and content[COMPLETE, cell[1]] >= epoch % EPOCHS:
                 wrong.add(Wrong("late", number, cell))
             if kind != READ:
-                new[self.index[cell]] = epoch
+                content[cell] = epoch
         for flag, epoch in event.raises:
-            if new[self.index[flag]] >= epoch:
+            if content[flag] >= epoch:
                 wrong.add(Wrong("falling", number, flag))
-            new[self.index[flag]] = max(epoch, new[self.index[flag]])
-        return bytes(new)
-
-    def replay(self, numbers: Iterable[int]) -> tuple[set[Wrong], str]:
-        """Run events in this order. Return what is wrong, and the order in words, one event a line."""
-        content, done, wrong, lines = self.start, set(), set(), []
-        for number in numbers:
-            assert done.issuperset(self.events[number].after) and self.may_happen(number, content), "no order of events"
-            before = set(wrong)
-            content = self.after(number, content, wrong)
-            done.add(number)
-            lines.append(describe(self.events[number]) + "".join(f" <- {w.what} {w.place}" for w in wrong - before))
-        return wrong, "\n".join(lines)
+            content[flag] = max(epoch, content[flag])
+        done.add(number)
+        lines.append(describe(event) + "".join(f" <- {w.what} {w.place}" for w in wrong - before))
+    return wrong, "\n".join(lines)
 
 
 def describe(event: Event) -> str:
@@ -180,43 +162,6 @@ def describe(event: Event) -> str:
     parts += [f"{kind} {place} of {epoch}" for kind, place, epoch in event.accesses]
     parts += [f"raise {place} = {epoch}" for place, epoch in event.raises]
     return f"{event.agent}: {', '.join(parts)}"
-
-
-def explore(events: Sequence[Event], *, most_states: int = 2_000_000) -> Findings:
-    """Visit all states breadth first: a state is the events that have happened and the content of the memory."""
-    memory, followers = Memory(events), defaultdict(list)
-    for number, event in enumerate(events):
-        for before in event.after:
-            followers[before].append(number)
-    first = (0, memory.start)
-    reached_from: dict[tuple[int, bytes], tuple | None] = {first: None}
-    todo = deque([(first, tuple(number for number, event in enumerate(events) if not event.after))])
-    wrong, waiting, bad = set(), set(), None  # bad: the first state that leads to a fault, and the event that does
-    while todo:
-        state, next_events = todo.popleft()
-        done, content = state
-        is_final = True
-        for number in next_events:
-            if not memory.may_happen(number, content):
-                continue
-            is_final = False
-            following = (done | 1 << number, memory.after(number, content, wrong))
-            bad = bad or ((state, number) if wrong else None)
-            if following in reached_from:
-                continue
-            assert len(reached_from) < most_states, "too many states"
-            reached_from[following] = (state, number)
-            unlocked = [n for n in followers[number] if all(following[0] >> a & 1 for a in events[n].after)]
-            todo.append((following, (*(n for n in next_events if n != number), *unlocked)))
-        if is_final and next_events:
-            waiting.update(next_events)
-            bad = bad or reached_from[state]
-    path = []
-    while bad is not None:
-        state, number = bad
-        path.append(number)
-        bad = reached_from[state]
-    return Findings(frozenset(wrong), frozenset(waiting), len(reached_from), memory.replay(reversed(path))[1])
 
 
 Raised = dict[Place, list[tuple[int, int]]]  # by flag: epochs and the numbers of the events that raise to them
@@ -288,11 +233,11 @@ def check_order(events: Sequence[Event]) -> Findings:
         kind = fault.what, fault.place[0]
         if kind not in traces:  # replay one of each kind
             numbers = list(dict.fromkeys(n for last in in_turn for n in causes if causes[last] >> n & 1))
-            replayed, traces[kind] = Memory(events).replay(numbers)
+            replayed, traces[kind] = replay(events, numbers)
             assert any((w.what, w.place) == (fault.what, fault.place) for w in replayed), f"all right:\n{traces[kind]}"
     left = set(range(len(events))) - causes.keys()
     waiting = frozenset(n for n in left if left.isdisjoint(events[n].after))
     if waiting:
         traces["deadlock"] = "\n".join(f"never: {describe(events[n])}" for n in sorted(waiting))
     trace = min(traces.values(), key=len, default="")
-    return Findings(frozenset(wrong), waiting, len(causes), trace)
+    return Findings(frozenset(wrong), waiting, trace)

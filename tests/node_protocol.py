@@ -23,6 +23,7 @@ One token stands for each chunk, of all kinds of chunks. Routings say which rank
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 from node_model import EPOCHS, Agent, Event, Place
@@ -119,9 +120,6 @@ class Protocol:
         """Return the last operation before ``epoch`` that was one of ``kinds`` or in which ranks differed, or 0."""
         return max((e for e in range(1, epoch) if not self.agrees(e) or self.kind(rank, e) in kinds), default=0)
 
-    def routing(self, epoch: int) -> Routing:
-        return self.routings[(epoch - 1) % len(self.routings)]
-
 
 class Operation:
     """The agents of one operation on one rank."""
@@ -133,7 +131,9 @@ class Operation:
         self.node, self.local = rank
         self.kind, self.agrees = protocol.kind(rank, epoch), protocol.agrees(epoch)
         self.is_new, self.usable = self.kind == DISPATCH, epoch not in protocol.unusable
-        self.routing, self.chunks = protocol.routing(epoch), protocol.chunks
+        self.routing = protocol.routings[(epoch - 1) % len(protocol.routings)]
+        self.chunks, self.has_combine_weights = protocol.chunks, self.kind == FACTORED
+        self.promised = len(self.chunks) * (2 if self.usable else 1)  # chunks that each rank pushes: far, then own ones
         turn = epoch + protocol.ranks.index(rank)
         self.behind = protocol.behind[turn % len(protocol.behind)]
         self.neighbours = [(self.node, local) for local in protocol.locals]  # ranks of the own node, me too
@@ -156,6 +156,11 @@ class Operation:
 
     def keeps(self, rule: str) -> bool:
         return rule not in self.protocol.without
+
+    def wait(self, agent: Agent, name: str, *indices, rule: str = "") -> None:
+        """Wait for a flag at this rank, unless the rule is taken away."""
+        if self.keeps(rule):
+            agent.wait((name, self.me, *indices), self.epoch)
 
     def agent(self, name: str) -> Agent:
         name = f"{self.kind} {self.epoch} {self.me} {name}"
@@ -194,37 +199,29 @@ class Operation:
         agent.raise_flag(("begun", self.me), self.epoch)
         agent.end_event()
 
-    def launch_again(self) -> None:
-        """Begin the second launch, when all blocks of the first one have ended."""
-        agent = self.agent("launch")
+    def when_all_have_ended(self, name: str) -> Agent:
+        """Return an agent that has waited for all blocks of a launch."""
+        agent = self.agent(name)
         for arrival in self.arrivals:
             agent.wait(arrival, self.epoch)
-        agent.raise_flag(("launched", self.me), self.epoch)
-        agent.end_event()
         self.arrivals = []
+        return agent
 
     def end(self) -> None:
         """Complete the operation, which every rank must have begun."""
-        agent = self.agent("end")
-        for arrival in self.arrivals:
-            agent.wait(arrival, self.epoch)
+        agent = self.when_all_have_ended("end")
         for rank in self.protocol.ranks:
             agent.check(("begun", rank), self.epoch)
         frees_both = not self.agrees and self.keeps(FREE_AFTER_DIFFERENCE)
-        if self.kind not in COMBINES or frees_both:
-            self.raise_at_neighbours(agent, "consumed", self.local)
-        if self.kind in COMBINES or frees_both:
-            self.raise_at_neighbours(agent, "slots_free", self.local)
+        for flag, is_mine in (("consumed", self.kind not in COMBINES), ("slots_free", self.kind in COMBINES)):
+            if is_mine or frees_both:
+                self.raise_at_neighbours(agent, flag, self.local)
         agent.raise_flag(("complete", self.me), self.epoch)
         agent.end_event()
 
     def wait_for_consumed(self, agent: Agent) -> None:
-        for _, local in self.neighbours:
+        for local in self.protocol.locals:
             agent.wait(("consumed", self.me, local), self.staged_epoch)
-
-    def wait_for_slots(self, agent: Agent) -> None:
-        for _, local in self.neighbours if self.keeps(SLOTS_FREE) else ():
-            agent.wait(("slots_free", self.me, local), self.pushed_epoch)
 
     def call_cells(self, at: Rank, source: Rank) -> list[Place]:
         """Return where the Call of a source lies, and the counts if its plan is new."""
@@ -268,7 +265,7 @@ class Operation:
         self.raise_on_wire(agent, ("inbox_free", (node, self.local), self.node))
 
     def send_call(self, agent: Agent, node: int) -> None:
-        agent.wait(("called", self.me, self.me), self.epoch)
+        self.wait(agent, "called", self.me)
         peer = (node, self.local)
         for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
             self.put(agent, there, here, self.epoch)
@@ -287,58 +284,59 @@ class Operation:
 
     def relay_call(self, agent: Agent, node: int) -> None:
         source = (node, self.local)
-        if self.keeps(RELAY_CALLS):
-            agent.wait(("call_arrived", self.me, node), self.epoch)
-        here = self.call_cells(self.me, source)
-        for cell in here:
+        self.wait(agent, "call_arrived", node, rule=RELAY_CALLS)
+        for cell in self.call_cells(self.me, source):
             agent.read(cell, self.epoch)
         for rank in self.neighbours:
             for cell in self.call_cells(rank, source) if rank != self.me else ():
                 agent.write(cell, self.epoch)
         self.raise_at_neighbours(agent, "called", source)
 
-    def call_senders(self) -> list[Task]:
-        tasks = [self.hand_over_inbox, self.send_call]
-        if self.kind in COMBINES:
-            tasks.reverse()
-        return [lambda agent, node=node, task=task: task(agent, node) for task, node in product(tasks, self.others)]
+    def crosses(self, agent: Agent, rule: str = "") -> bool:
+        """Return whether what follows the comparison crosses to other nodes."""
+        agrees = not self.keeps(rule) or self.agree(agent)
+        return agrees and (self.is_new or self.usable or self.all_cross)
 
-    def call_relay(self, node: int) -> list[Task]:
-        return [lambda agent: self.relay_call(agent, node)]
+    def launch(self, twice: bool, blocks: dict[str, tuple[list[Task], list[Task]]], senders, relays) -> None:
+        """Run what blocks do first and what they do later, and the rail, in one launch or in two."""
+        calls = [self.hand_over_inbox, self.send_call]
+        if self.kind in COMBINES:
+            calls.reverse()
+        first_senders = [partial(task, node=node) for task, node in product(calls, self.others)]
+        first_relays = {node: [partial(self.relay_call, node=node)] for node in self.others}
+        if twice:
+            for name, (tasks, _) in blocks.items():
+                self.run(name, *tasks)
+            self.run_rail(first_senders, first_relays)
+            agent = self.when_all_have_ended("launch")
+            agent.raise_flag(("launched", self.me), self.epoch)
+            agent.end_event()
+            for name, (_, tasks) in blocks.items():
+                self.run(name, *tasks, begin="launched")
+            self.run_rail(senders, relays, begin="launched")
+        else:
+            for name, (tasks, later) in blocks.items():
+                self.run(name, *tasks, *later)
+            self.run_rail([*first_senders, *senders], {n: first_relays[n] + relays[n] for n in self.others})
 
     # Dispatch.
 
     def dispatch(self, twice: bool) -> None:
-        pulls = [lambda agent, source=source: self.pull(agent, source) for source in self.protocol.ranks]
-        looks = [lambda agent, source=source: self.pull(agent, source, looks=True) for source in self.protocol.ranks]
-        if self.protocol.few:
-            senders: list[Task] = [self.send_all]
-        else:
-            senders = [lambda agent, node=node: self.send_items(agent, node) for node in self.others]
-            senders += [
-                lambda agent, chunk=chunk, node=node: self.send_rows(agent, node, chunk)
-                for chunk, node in product(self.chunks, self.others)
+        pulls: list[Task] = [partial(self.pull, source=source) for source in self.protocol.ranks]
+        looks: list[Task] = [partial(self.pull, source=source, looks=True) for source in self.protocol.ranks]
+        senders: list[Task] = [partial(self.send_items, node=node) for node in self.others]
+        for chunk, node in product(self.chunks, self.others):
+            senders.append(partial(self.send_rows, node=node, chunk=chunk))
+        parts = [self.chunks] if self.keeps(RELAY_IN_ORDER) else [[chunk] for chunk in self.chunks]
+        relays = {
+            node: [
+                partial(self.relay_items, node=node),
+                *(partial(self.relay_rows, node=node, chunks=part) for part in parts),
             ]
-        relays = {node: self.row_relay(node) for node in self.others}
-        if twice:
-            self.run("pull_warps", self.plan)
-            self.run("stage_warps", self.stage)
-            self.run_rail(self.call_senders(), {node: self.call_relay(node) for node in self.others})
-            self.launch_again()
-            self.run("pull_warps", *pulls, begin="launched")
-            self.run("stage_warps", *looks, begin="launched")
-            self.run_rail(senders, relays, begin="launched")
-        else:
-            self.run("pull_warps", self.plan, *pulls)
-            self.run("stage_warps", self.stage, *looks)
-            calls = {node: self.call_relay(node) for node in self.others}
-            self.run_rail([*self.call_senders(), *senders], {node: calls[node] + relays[node] for node in self.others})
-
-    def row_relay(self, node: int) -> list[Task]:
-        items: Task = lambda agent: self.relay_items(agent, node)  # noqa: E731
-        if self.keeps(RELAY_IN_ORDER):
-            return [items, lambda agent: self.relay_rows(agent, node, self.chunks)]
-        return [items, *(lambda agent, chunk=chunk: self.relay_rows(agent, node, [chunk]) for chunk in self.chunks)]
+            for node in self.others
+        }
+        blocks = {"pull_warps": ([self.plan], pulls), "stage_warps": ([self.stage], looks)}
+        self.launch(twice, blocks, [self.send_all] if self.protocol.few else senders, relays)
 
     def plan(self, agent: Agent) -> None:
         """Announce the operation. For a new plan count before that; afterwards read the counts and list the items."""
@@ -376,7 +374,7 @@ class Operation:
         node, holder = source[0], (self.node, source[1])
         if self.is_new:
             for rank in self.protocol.ranks:
-                agent.wait(("listed", self.me, rank), self.epoch)
+                self.wait(agent, "listed", rank)
             agent.read(("head", self.me), self.epoch)
         if not self.usable:
             return
@@ -386,7 +384,7 @@ class Operation:
                 agent.read(("table_in", self.me, node), self.epoch)  # the plan keeps a copy
         mine = [chunk for chunk in self.chunks if self.me in self.routing[source, chunk]]
         for chunk in [self.chunks[-1]] if looks else mine:
-            agent.wait(("staged", self.me, source, chunk), self.epoch)
+            self.wait(agent, "staged", source, chunk)
             for part in mine if looks else [chunk]:
                 agent.read(("staging", holder, node, part), self.epoch)
 
@@ -409,16 +407,14 @@ class Operation:
         if not self.is_new or not self.may_send(agent):
             return
         peer = (node, self.local)
-        if self.keeps(LISTED_BEFORE_ITEMS):
-            agent.wait(("listed", self.me, self.me), self.epoch)
+        self.wait(agent, "listed", self.me, rule=LISTED_BEFORE_ITEMS)
         agent.read(("head", self.me), self.epoch)
         usable = self.usable and self.agrees  # as the head says
         if usable:
             agent.read(self.call_cells(self.me, self.me)[1], self.epoch)
             for receiver in self.protocol.locals:
-                self.put(
-                    agent, ("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch
-                )
+                here = ("items_out", self.me, node, receiver)
+                self.put(agent, ("items", peer, self.node, receiver), here, self.epoch)
             self.put(agent, ("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
         if usable or self.keeps(EMPTY_ITEMS):
             self.signal(agent, ("items_arrived", peer, self.node))
@@ -427,9 +423,9 @@ class Operation:
         if not self.may_send(agent) or not (self.usable or chunk < self.behind or self.keeps(UNUSED_ROWS)):
             return
         peer = (node, self.local)
-        agent.wait(("staged", self.me, self.me, chunk), self.epoch)
-        if self.early and self.keeps(INBOX_FREE) and not self.all_cross:
-            agent.wait(("inbox_free", self.me, node), self.epoch)
+        self.wait(agent, "staged", self.me, chunk)
+        if self.early and not self.all_cross:
+            self.wait(agent, "inbox_free", node, rule=INBOX_FREE)
         if self.is_new and not self.early:  # early rows look at the choices of experts, which the caller owns
             agent.read(("sent_nodes", self.me), self.epoch)
         if any(receiver[0] == node for receiver in self.routing[self.me, chunk]):
@@ -438,23 +434,19 @@ class Operation:
         self.signal(agent, ("rows_arrived", peer, self.node, chunk))
 
     def relay_items(self, agent: Agent, node: int) -> None:
-        if not self.agree(agent) or not self.is_new:
-            return
-        if self.keeps(RELAY_ITEMS):
-            agent.wait(("items_arrived", self.me, node), self.epoch)
-        self.raise_at_neighbours(agent, "listed", (node, self.local))
+        if self.agree(agent) and self.is_new:
+            self.wait(agent, "items_arrived", node, rule=RELAY_ITEMS)
+            self.raise_at_neighbours(agent, "listed", (node, self.local))
 
     def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
-        if not self.agree(agent) or not (self.is_new or self.usable or self.all_cross):
+        if not self.crosses(agent):
             return
         if self.is_new:
-            if self.keeps(HEAD):
-                agent.wait(("listed", self.me, self.me), self.epoch)
+            self.wait(agent, "listed", self.me, rule=HEAD)
             agent.read(("head", self.me), self.epoch)
         self.read_call(agent, node)
         for chunk in chunks if self.usable or self.keeps(AWAIT_UNUSED_ROWS) else ():
-            if self.keeps(RELAY_ROWS):
-                agent.wait(("rows_arrived", self.me, node, chunk), self.epoch)
+            self.wait(agent, "rows_arrived", node, chunk, rule=RELAY_ROWS)
             if self.usable:
                 self.raise_at_neighbours(agent, "staged", (node, self.local), chunk)
 
@@ -465,98 +457,70 @@ class Operation:
 
         The first of two launches pushes and makes the sums before the own pushes.
         """
-        pushes: list[Task] = [self.begin_combine]
         window, few = self.protocol.window, self.protocol.few
-        for chunk in self.chunks:
-            if few and chunk >= window:
-                pushes.append(lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk - window))
-            pushes.append(lambda agent, chunk=chunk: self.push_far(agent, chunk))
-        pushes.append(self.push_own)
 
         def push(agent: Agent) -> None:
-            for task in pushes:
-                task(agent)
+            self.begin_combine(agent)
+            for chunk in self.chunks:
+                if few and chunk >= window:
+                    self.reduce_for_others(agent, [chunk - window])
+                self.push_far(agent, chunk)
+            self.push_own(agent)
 
         def sums(chunks: Sequence[int]) -> list[Task]:
-            if self.keeps(SUMS_IN_ORDER):
-                return [lambda agent: self.reduce_for_others(agent, *chunks)]
-            return [lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk) for chunk in chunks]
+            parts = [chunks] if self.keeps(SUMS_IN_ORDER) else [[chunk] for chunk in chunks]
+            return [partial(self.reduce_for_others, chunks=part) for part in parts]
 
         early, late = self.chunks[:-window], self.chunks[-window:]
-        own: list[Task] = [lambda agent, chunk=chunk: self.reduce_own(agent, chunk) for chunk in self.chunks]
+        own: list[Task] = [partial(self.reduce_own, chunk=chunk) for chunk in self.chunks]
         for_others = sums(late if few or twice else self.chunks)
         reduces = [*for_others, *own] if self.keeps(OTHERS_FIRST) else [*own, *for_others]
-        senders: list[Task] = [
-            lambda agent, chunk=chunk, node=node: self.send_sums(agent, node, chunk)
-            for chunk, node in product(self.chunks, self.others)
-        ]
-        calls = {node: self.call_relay(node) for node in self.others}
-        relays: dict[int, list[Task]] = {
-            node: [lambda agent, node=node: self.relay_sums(agent, node)] for node in self.others
-        }
+        senders: list[Task] = []
+        relays: dict[int, list[Task]] = {node: [] for node in self.others}
         if self.has_combine_weights:
-            senders = [
-                lambda agent, node=node: self.send_combine_weights(agent, node) for node in self.others
-            ] + senders
-            for node, tasks in relays.items():
-                tasks.insert(0, lambda agent, node=node: self.relay_combine_weights(agent, node))
-        if twice:
-            self.run("block", push, *(sums(early) if early and not few else []))
-            self.run_rail(self.call_senders(), calls)
-            self.launch_again()
-            self.run("block", *reduces, begin="launched")
-            self.run_rail(senders, relays, begin="launched")
-        else:
-            self.run("block", push, *reduces)
-            self.run_rail([*self.call_senders(), *senders], {node: calls[node] + relays[node] for node in self.others})
-
-    @property
-    def promised(self) -> int:
-        """Return how many chunks each rank of a combine promises to push: far chunks, then own ones."""
-        return len(self.chunks) * (2 if self.usable else 1)
+            senders = [partial(self.send_combine_weights, node=node) for node in self.others]
+            relays = {node: [partial(self.relay_combine_weights, node=node)] for node in self.others}
+        for chunk, node in product(self.chunks, self.others):
+            senders.append(partial(self.send_sums, node=node, chunk=chunk))
+        for node, tasks in relays.items():
+            tasks.append(partial(self.relay_sums, node=node))
+        pushes = [push, *(sums(early) if twice and early and not few else [])]
+        self.launch(twice, {"block": (pushes, reduces)}, senders, relays)
 
     def receivers(self, source: Rank, chunk: int) -> list[Rank]:
         return sorted(self.routing[source, chunk])
-
-    @property
-    def has_combine_weights(self) -> bool:
-        return self.kind == FACTORED
 
     def combine_weights(self, at: Rank, node: int, chunk: int) -> list[Place]:
         """Return where the combine weights of a chunk of (node, local index of ``at``) lie."""
         return [("weights", at, node, k, chunk) for k in range(len(self.receivers((node, at[1]), chunk)))]
 
     def send_combine_weights(self, agent: Agent, node: int) -> None:
-        agrees = not self.keeps(AGREE_BEFORE_COMBINE_WEIGHTS) or self.agree(agent)
-        if not agrees or not (self.usable or self.all_cross):
-            return
-        peer = (node, self.local)
-        for chunk in self.chunks:
-            for there, here in zip(
-                self.combine_weights(peer, self.node, chunk), self.combine_weights(self.me, self.node, chunk)
-            ):
-                self.put(agent, there, here, self.epoch)
-        self.signal(agent, ("rows_arrived", peer, self.node, 0))
+        if self.crosses(agent, AGREE_BEFORE_COMBINE_WEIGHTS):
+            peer = (node, self.local)
+            for chunk in self.chunks:
+                cells = (self.combine_weights(rank, self.node, chunk) for rank in (peer, self.me))
+                for there, here in zip(*cells):
+                    self.put(agent, there, here, self.epoch)
+            self.signal(agent, ("rows_arrived", peer, self.node, 0))
 
     def relay_combine_weights(self, agent: Agent, node: int) -> None:
-        if not self.agree(agent) or not (self.usable or self.all_cross):
-            return
-        if self.keeps(RELAY_COMBINE_WEIGHTS):
-            agent.wait(("rows_arrived", self.me, node, 0), self.epoch)
-        self.raise_at_neighbours(agent, "staged", (node, self.local), 0)
+        if self.crosses(agent):
+            self.wait(agent, "rows_arrived", node, 0, rule=RELAY_COMBINE_WEIGHTS)
+            self.raise_at_neighbours(agent, "staged", (node, self.local), 0)
 
     def begin_combine(self, agent: Agent) -> None:
         """Announce, then push all weights. Or give combine weights, announce, agree and wait for those of others."""
-        self.wait_for_slots(agent)
+        for local in self.protocol.locals if self.keeps(SLOTS_FREE) else ():
+            agent.wait(("slots_free", self.me, local), self.pushed_epoch)
         for chunk in self.chunks if self.has_combine_weights else ():
             for cell in self.combine_weights(self.me, self.node, chunk):
                 agent.write(cell, self.epoch)
         self.announce(agent)
         if self.has_combine_weights:
             agrees = not self.keeps(AGREE_BEFORE_PUSHES) or self.agree(agent)
-            for source in self.protocol.ranks if agrees and self.usable and self.keeps(COMBINE_WEIGHTS_HERE) else ():
+            for source in self.protocol.ranks if agrees and self.usable else ():
                 if source[0] != self.node:
-                    agent.wait(("staged", self.me, source, 0), self.epoch)
+                    self.wait(agent, "staged", source, 0, rule=COMBINE_WEIGHTS_HERE)
             return
         for owner, node, chunk in product(self.neighbours, self.protocol.nodes, self.chunks) if self.usable else ():
             receivers = self.receivers((node, owner[1]), chunk)
@@ -571,10 +535,10 @@ class Operation:
     def push(self, agent: Agent, chunk: int, node: int) -> None:
         """Push the partial sums of a chunk of all sources of a node."""
         for owner in self.neighbours:
-            if self.me in self.routing[(node, owner[1]), chunk]:
+            receivers = self.receivers((node, owner[1]), chunk)
+            if self.me in receivers:
                 if self.has_combine_weights:
-                    k = self.receivers((node, owner[1]), chunk).index(self.me)
-                    agent.read(("weights", owner, node, k, chunk), self.epoch)
+                    agent.read(("weights", owner, node, receivers.index(self.me), chunk), self.epoch)
                 agent.write(*self.slot(owner, node, self.local, chunk))
 
     def push_far(self, agent: Agent, chunk: int) -> None:
@@ -584,8 +548,8 @@ class Operation:
         if has_items and chunk >= window and not stops:
             if self.keeps(AGREE_BEFORE_FREED):
                 stops = not self.agree(agent, drains=not self.keeps(FLAGS_BEFORE_DRAIN))
-            for _, local in self.neighbours if not stops and self.keeps(FREED) else ():
-                agent.wait(("freed", self.me, local, chunk - window), self.epoch)
+            for local in self.protocol.locals if not stops else ():
+                self.wait(agent, "freed", local, chunk - window, rule=FREED)
         for node in self.others if has_items and not stops else ():
             self.push(agent, chunk, node)
         self.raise_at_neighbours(agent, "pushed", self.local, chunk)
@@ -599,12 +563,12 @@ class Operation:
     def wait_for_pushed(self, agent: Agent, node: int, chunk: int) -> list[int]:
         """Wait for the partial sums of a chunk of (node, my local index). Return who pushed them."""
         number = chunk + len(self.chunks) * (node == self.node)
-        pushers = [rank for rank in self.neighbours if rank in self.routing[(node, self.local), chunk]]
-        for _, local in pushers:
-            agent.wait(("pushed", self.me, local, number), self.epoch)
-        return [local for _, local in pushers]
+        pushers = [local for at, local in self.receivers((node, self.local), chunk) if at == self.node]
+        for local in pushers:
+            self.wait(agent, "pushed", local, number)
+        return pushers
 
-    def reduce_for_others(self, agent: Agent, *chunks: int) -> None:
+    def reduce_for_others(self, agent: Agent, chunks: Iterable[int]) -> None:
         """Sum what my node has for the tokens of all rail peers, then free the slots."""
         if self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent, drains=False):
             return
@@ -616,20 +580,19 @@ class Operation:
                 self.read_call(agent, node)
                 for local in pushers:
                     agent.read(*self.slot(self.me, node, local, chunk))
-                if pushers and self.protocol.direct:
-                    agent.write(("sums", (node, self.local), self.node, chunk), self.sum)
-                elif pushers:
-                    agent.write(("staging", self.me, node, chunk), self.sum)
+                direct = ("sums", (node, self.local), self.node, chunk)
+                if pushers:
+                    agent.write(direct if self.protocol.direct else ("staging", self.me, node, chunk), self.sum)
                 agent.raise_flag(("summed", self.me, node, chunk), self.epoch)
             self.raise_at_neighbours(agent, "freed", self.local, chunk)
 
     def send_sums(self, agent: Agent, node: int, chunk: int) -> None:
-        if (self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent)) or not (self.usable or self.all_cross):
+        if not self.crosses(agent, AGREE_BEFORE_SUMS):
             return
         owner = (node, self.local)
         mine = [k for k, receiver in enumerate(self.receivers(owner, chunk)) if receiver in self.neighbours]
-        if self.keeps(SUMMED) and self.usable:
-            agent.wait(("summed", self.me, node, chunk), self.epoch)
+        if self.usable:
+            self.wait(agent, "summed", node, chunk, rule=SUMMED)
         self.read_call(agent, node)
         if mine and not self.protocol.direct:
             self.put(agent, ("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.sum)
@@ -641,11 +604,8 @@ class Operation:
 
     def relay_sums(self, agent: Agent, node: int) -> None:
         """Wait for all sums of a node, needed or not, and hand them to my other agents."""
-        if not self.agree(agent) or not (self.usable or self.all_cross):
-            return
-        for chunk in self.chunks:
-            if self.keeps(RELAY_SUMS):
-                agent.wait(("sums_arrived", self.me, node, chunk), self.epoch)
+        for chunk in self.chunks if self.crosses(agent) else ():
+            self.wait(agent, "sums_arrived", node, chunk, rule=RELAY_SUMS)
             agent.raise_flag(("sums_relayed", self.me, node, chunk), self.epoch)
 
     def reduce_own(self, agent: Agent, chunk: int) -> None:
@@ -654,8 +614,8 @@ class Operation:
         receivers = self.receivers(self.me, chunk)
         pushers = self.wait_for_pushed(agent, self.node, chunk)
         nodes = sorted({node for node, _ in receivers} - {self.node})
-        for node in nodes if self.keeps(SUMS_RELAYED) else ():
-            agent.wait(("sums_relayed", self.me, node, chunk), self.epoch)
+        for node in nodes:
+            self.wait(agent, "sums_relayed", node, chunk, rule=SUMS_RELAYED)
         for local in pushers:
             agent.read(*self.slot(self.me, self.node, local, chunk))
         for node in nodes:
