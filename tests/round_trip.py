@@ -29,9 +29,7 @@ def device(buffer: ep.Buffer) -> str:
     return "cpu" if buffer.engine == "cpu" else f"cuda:{torch.cuda.current_device()}"
 
 
-def inputs(
-    rank: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rank: int, *, seed: int = 0, dtype=torch.bfloat16, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """What a rank gives to a dispatch: (x, topk_idx, topk_weights)."""
     num_tokens = MAX_TOKENS - 3 * rank
     topk_idx, topk_weights = make_routing("masked", num_tokens, NUM_EXPERTS, NUM_TOPK, seed=100 * seed + rank)
@@ -40,9 +38,7 @@ def inputs(
     return x.to(device), topk_idx.to(device), topk_weights.to(device)
 
 
-def outputs(
-    rank: int, num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-) -> Tensor:
+def outputs(rank: int, num_rows: int, *, seed: int = 0, dtype=torch.bfloat16, device: str = "cpu") -> Tensor:
     """What a rank gives to a combine: the rows of its experts."""
     y = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9000 + 100 * seed + rank))
     return with_negative_zeros(y, seed=seed).to(dtype).to(device)

@@ -160,27 +160,6 @@ def test_gradients_have_the_bits_of_the_definition(pools, engine, num_ranks, ran
             assert_same(seen[3 * use : 3 * use + 3], right, f"rank {rank}, use {use}: gradients of x, topk_weights, y")
 
 
-def partial_gradients(rank: int, engine: str, case: Case, inputs: Inputs, wanted: tuple, used: tuple):
-    """Gradients when only ``wanted`` asks for one and the loss only looks at ``used`` of the outputs."""
-    device = device_of(engine, rank)
-    with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        x, topk_idx, weights = inputs.on(rank, device)
-        leaves = {"x": x, "topk_weights": weights}
-        for name in wanted:
-            leaves[name].requires_grad_()
-        out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout)
-        rows, row_weights = to(device, expert_rows(case, out, rank))
-        loss = 0
-        if "x" in used:
-            loss = loss + (out.x * torch.nan_to_num(rows)).sum()
-        if "topk_weights" in used:
-            loss = loss + (out.topk_weights * row_weights).sum()
-        if not wanted:
-            return out.x.requires_grad, ep.combine(buffer, rows, out.handle).requires_grad
-        loss.backward()
-        return x.grad, None if weights is None else weights.grad
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "wanted,used,weighted",
@@ -193,25 +172,37 @@ def partial_gradients(rank: int, engine: str, case: Case, inputs: Inputs, wanted
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_partial_gradients(pools, engine, wanted, used, weighted, layout):
+@on_ranks(2)
+def test_partial_gradients(rank, engine, wanted, used, weighted, layout):
+    """Only ``wanted`` asks for a gradient, and the loss only looks at ``used`` of the outputs."""
     case = Case(2, 1, layout=layout, weighted=weighted)
     inputs = make_inputs(case)
-    ranks = pools(2).run(partial_gradients, engine, case, inputs, wanted, used)
-    _, expected = expected_gradients(case, inputs)
-    for (x_grad, weight_grad), (right_x, right_weights) in zip(ranks, expected):
-        pairs = {"x": (x_grad, right_x), "topk_weights": (weight_grad, right_weights)}
-        for name, (seen, right) in pairs.items():
-            if name not in wanted:
-                assert seen is None
-            elif name not in used:
-                assert seen is None or not seen.any()
-            else:
-                assert_same(seen, right, f"gradient of {name}")
+    x, topk_idx, weights = inputs.on(rank, device_of(engine, rank))
+    leaves = {"x": x, "topk_weights": weights}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        out = ep.dispatch(buffer, x, topk_idx, weights, layout=layout)
+        rows, row_weights = to(x.device, expert_rows(case, out, rank))
+        terms = {"x": (out.x, torch.nan_to_num(rows)), "topk_weights": (out.topk_weights, row_weights)}
+        sum((output * factor).sum() for output, factor in (terms[name] for name in used)).backward()
+    for (name, leaf), right in zip(leaves.items(), expected_gradients(case, inputs)[1][rank]):
+        grad = None if leaf is None else leaf.grad
+        if name not in wanted:
+            assert grad is None
+        elif name not in used:
+            assert grad is None or not grad.any()
+        else:
+            assert_same(to("cpu", grad), right, f"gradient of {name}")
 
 
-def test_no_graph_without_a_need(pools, engine):
+@on_ranks(2)
+def test_no_graph_without_a_need(rank, engine):
     case = Case(2, 2)
-    assert pools(2).run(partial_gradients, engine, case, make_inputs(case), (), ()) == [(False, False)] * 2
+    x, topk_idx, weights = make_inputs(case).on(rank, device_of(engine, rank))
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        out = ep.dispatch(buffer, x, topk_idx, weights)
+        assert not out.x.requires_grad and not ep.combine(buffer, out.x, out.handle).requires_grad
 
 
 class Operators(TorchDispatchMode):
@@ -227,42 +218,26 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def second_derivatives(rank: int, engine: str, case: Case, inputs: Inputs, observed: bool):
-    """The gradient of a sum of squared gradients; and the operators that a dispatch mode saw, if one looked."""
-    x, topk_idx, weights = inputs.on(rank, device_of(engine, rank))
-    x, weights, mode = x.requires_grad_(), weights.requires_grad_(), Operators()
-    with make_buffer(case, engine, MAX_TOKENS) as buffer, mode if observed else contextlib.nullcontext():
+@on_ranks(2)
+def test_dispatch_modes_see_the_operators_and_change_no_bit(rank, engine):
+    case, mode = Case(2, 2, dtype=torch.float32), Operators()
+    x, topk_idx, weights = make_inputs(case).on(rank, device_of(engine, rank))
+    leaves = x.requires_grad_(), weights.requires_grad_()
+
+    def derivatives() -> tuple[torch.Tensor, ...]:
+        """Gradients, and that of the sum of their squares."""
         out = ep.dispatch(buffer, x, topk_idx, weights)
         y = ep.combine(buffer, out.x**3 * out.topk_weights[:, None], out.handle)
-        first = torch.autograd.grad(y.sum(), (x, weights), create_graph=True)
-        second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, weights))
-    return *first, *second, mode.seen
+        first = torch.autograd.grad(y.sum(), leaves, create_graph=True)
+        return *first, *torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
 
-
-def test_dispatch_modes_see_the_operators_and_change_no_bit(pools, engine):
-    case = Case(2, 2, dtype=torch.float32)
-    inputs = make_inputs(case)
-    alone, observed = (pools(2).run(second_derivatives, engine, case, inputs, mode) for mode in (False, True))
-    for (*values, nothing), (*expected, seen) in zip(alone, observed):
-        assert not nothing and seen == ["dispatch", "combine"] * 3  # forward, backward, and the backward of that
-        for value, right in zip(values, expected):
-            assert value.any()
-            assert_same(value, right, "derivative")
-
-
-def float8_gradients(rank: int, engine: str, case: Case, inputs: Inputs, used: tuple):
-    """Gradients when float8 rows travel; the loss looks at ``used`` of (dequantised rows, topk_weights)."""
-    device = device_of(engine, rank)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        x, topk_idx, weights = inputs.on(rank, device)
-        leaves = [weights.requires_grad_(), *([x.requires_grad_()] if "x" in used else [])]
-        out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, quantize=case.quantize)
-        values = ep.dequantize(out.x)
-        rows, row_weights = to(device, expert_rows(case, out, rank))
-        outputs = {"topk_weights": (out.topk_weights, row_weights), "x": (values, rows)}
-        given = [outputs[name] for name in used]
-        grads = torch.autograd.grad([o for o, _ in given], leaves, [g for _, g in given], allow_unused=True)
-        return values.detach(), *grads
+        expected = derivatives()
+        assert all(right.any() for right in expected) and not mode.seen
+        with mode:
+            observed = derivatives()
+    assert mode.seen == ["dispatch", "combine"] * 3  # forward, backward, and the backward of that
+    assert_same(to("cpu", observed), to("cpu", expected), "derivatives")
 
 
 @pytest.mark.parametrize("layout, hidden", list(zip(LAYOUTS, (256, 304), strict=True)))
@@ -277,25 +252,34 @@ def float8_gradients(rank: int, engine: str, case: Case, inputs: Inputs, used: t
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else value,
 )
-def test_gradients_pass_straight_through_float8(pools, engine, payload, ranks_per_node, layout, hidden, used):
+@on_ranks(2)
+def test_gradients_pass_straight_through_float8(rank, engine, payload, ranks_per_node, layout, hidden, used):
+    """The loss looks at ``used`` of (dequantised rows, topk_weights)."""
     case = Case(2, ranks_per_node, torch.bfloat16, payload=payload, hidden=hidden, layout=layout)
-    inputs = make_inputs(case)
-    ranks = pools(2).run(float8_gradients, engine, case, inputs, used)
+    inputs, device = make_inputs(case), device_of(engine, rank)
+    x, topk_idx, weights = inputs.on(rank, device)
+    leaves = [weights.requires_grad_(), *([x.requires_grad_()] if "x" in used else [])]
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, quantize=case.quantize)
+        values = ep.dequantize(out.x)
+        rows, row_weights = to(device, expert_rows(case, out, rank))
+        outputs = {"topk_weights": (out.topk_weights, row_weights), "x": (values, rows)}
+        given, grads_of = zip(*(outputs[name] for name in used))
+        weight_grad, *x_grad = to("cpu", torch.autograd.grad(given, leaves, grads_of, allow_unused=True))
     received, expected = expected_gradients(case, inputs)
-    for rank, (values, weight_grad, *x_grad) in enumerate(ranks):
-        if case.quantize:
-            exact = received[rank].x.float()
-            blocks = exact.split(128, 1)
-            block_max = torch.cat([block.abs().amax(1, keepdim=True).expand_as(block) for block in blocks], 1)
-            error = (values.float() - exact).abs()
-            assert (error <= exact.abs() / 16 + block_max / 448 / 32).all()  # 3 bits of mantissa, smallest step 2**-9
-            assert error.any(), "nothing was quantised"
-        if "x" in used:
-            assert_same(x_grad[0], expected[rank][0], f"rank {rank}: gradient of x")
-        if "topk_weights" in used:
-            assert_same(weight_grad, expected[rank][1], f"rank {rank}: gradient of topk_weights")
-        else:
-            assert weight_grad is None or not weight_grad.any()
+    if case.quantize:
+        exact = received[rank].x.float()
+        blocks = exact.split(128, 1)
+        block_max = torch.cat([block.abs().amax(1, keepdim=True).expand_as(block) for block in blocks], 1)
+        error = (to("cpu", values).float() - exact).abs()
+        assert (error <= exact.abs() / 16 + block_max / 448 / 32).all()  # 3 bits of mantissa, smallest step 2**-9
+        assert error.any(), "nothing was quantised"
+    if "x" in used:
+        assert_same(x_grad[0], expected[rank][0], "gradient of x")
+    if "topk_weights" in used:
+        assert_same(weight_grad, expected[rank][1], "gradient of topk_weights")
+    else:
+        assert weight_grad is None or not weight_grad.any()
 
 
 @pytest.mark.parametrize("idle", [0, 1])

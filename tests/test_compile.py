@@ -83,10 +83,16 @@ def fresh_compile(function, **options):
     return torch.compile(function, fullgraph=True, **options)
 
 
-def compare(rank: int, function, config: dict, num_tokens: list[int], has_weights: bool, compiles: dict, options):
-    """Eager and compiled results of every step, and the graphs made by then."""
-    compiled = fresh_compile(function, **compiles)
-    results = []
+def assert_same(eager: list[Tensor], compiled: list[Tensor], backend: str) -> None:
+    tolerance = 1e-4 if backend == "inductor" else 0  # its own kernels round otherwise than PyTorch's
+    for right, seen in zip(eager, compiled, strict=True):
+        assert right.abs().sum() > 0
+        torch.testing.assert_close(seen, right, rtol=tolerance, atol=tolerance)
+
+
+def compare(rank: int, function, config, num_tokens=TWO_STEPS, has_weights=True, compiles=AOT_EAGER, **options):
+    """Compare eager and compiled results of every step. Return the graphs made by then."""
+    compiled, made, options = fresh_compile(function, **compiles), [], {"max_recv_rows": NUM_ROWS} | options
     device_of(config["engine"], rank)
     with make_buffer(**config) as buffer:
         for seed, num in enumerate(num_tokens):
@@ -94,45 +100,26 @@ def compare(rank: int, function, config: dict, num_tokens: list[int], has_weight
                 forward_and_backward(f, buffer, leaves(rank, seed, buffer, has_weights, num), **options)
                 for f in (function, compiled)
             )
-            results.append((eager, ours, graphs()))
-    return results
-
-
-def run_compare(pools, function, config: dict, num_tokens=TWO_STEPS, has_weights=True, compiles=AOT_EAGER, **options):
-    options = {"max_recv_rows": NUM_ROWS} | options
-    arguments = (function, config, num_tokens, has_weights, compiles, options)
-    return pools(2).run(compare, *arguments, timeout_s=COMPILE_S)
-
-
-def pairs(ranks) -> list[tuple[Tensor, Tensor]]:
-    return [pair for steps in ranks for eager, compiled, _ in steps for pair in zip(eager, compiled, strict=True)]
-
-
-def assert_bitwise(ranks) -> None:
-    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in pairs(ranks))
-
-
-def assert_close(ranks) -> None:
-    for a, b in pairs(ranks):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            assert_same(eager, ours, compiles["backend"])
+            made.append(graphs())
+    return made
 
 
 @pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no-weights"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("function", [one_layer, two_layers, cached_handle], ids=lambda f: f.__name__)
-def test_whole_graphs_and_the_same_bits(pools, engine, function, layout, has_weights):
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_whole_graphs_and_the_same_bits(rank, engine, function, layout, has_weights):
     """The second step has another routing and needs no new graph."""
-    ranks = run_compare(pools, function, dict(engine=engine), layout=layout, has_weights=has_weights)
-    assert_bitwise(ranks)
-    assert all(made == 1 for steps in ranks for _, _, made in steps)
-    assert not torch.equal(ranks[0][0][0][0], ranks[0][1][0][0]), "the steps are the same"
+    assert compare(rank, function, dict(engine=engine), layout=layout, has_weights=has_weights) == [1, 1]
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_quantized(pools, engine, ranks_per_node):
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_quantized(rank, engine, ranks_per_node):
     quantize = ("e4m3_1x128", "e4m3_1x128_pow2")[ranks_per_node - 1]
     config = dict(engine=engine, dtype=torch.bfloat16, ranks_per_node=ranks_per_node)
-    assert_bitwise(run_compare(pools, two_layers, config, quantize=quantize, expert_alignment=4))
+    compare(rank, two_layers, config, quantize=quantize, expert_alignment=4)
 
 
 @pytest.mark.parametrize(
@@ -144,25 +131,32 @@ def test_quantized(pools, engine, ranks_per_node):
         (True, None, "rank", [1, 1, 1, 1]),
     ],
 )
-def test_another_number_of_tokens(pools, engine, dynamic, num_rows, layout, graphs_made):
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_another_number_of_tokens(rank, engine, dynamic, num_rows, layout, graphs_made):
     """A second graph for sizes that vary, and no third; with dynamic=True one for every number of tokens."""
     num_tokens = [NUM_TOKENS, 2 * NUM_TOKENS, 3 * NUM_TOKENS, NUM_TOKENS - 1]
     options = dict(compiles=AOT_EAGER | dict(dynamic=dynamic), max_recv_rows=num_rows, layout=layout)
-    ranks = run_compare(pools, one_layer, dict(engine=engine), num_tokens, **options)
-    assert_bitwise(ranks)
-    assert all([made for _, _, made in steps] == graphs_made for steps in ranks)
+    assert compare(rank, one_layer, dict(engine=engine), num_tokens, **options) == graphs_made
 
 
 @pytest.mark.parametrize("num_rows", [NUM_ROWS, None], ids=["fixed", "counted"])
-def test_dynamic_shapes_with_float8_and_a_handle(pools, engine, num_rows):
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_dynamic_shapes_with_float8_and_a_handle(rank, engine, num_rows):
     options = dict(compiles=AOT_EAGER | dict(dynamic=True), quantize="e4m3_1x128", max_recv_rows=num_rows)
-    assert_bitwise(run_compare(pools, cached_handle, dict(engine=engine, dtype=torch.bfloat16), **options))
+    compare(rank, cached_handle, dict(engine=engine, dtype=torch.bfloat16), **options)
 
 
-def compare_new_buffers(rank: int, engine: str, backend: str, dynamic: bool | None, as_argument: bool):
-    """Eager and compiled results of one compiled function with two buffers, the first destroyed before the next."""
+@pytest.mark.parametrize(
+    "backend,dynamic,as_argument",
+    [("eager", None, True), ("aot_eager", None, False), ("aot_eager", True, True), ("inductor", None, True)],
+)
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_another_buffer(rank, engine, backend, dynamic, as_argument):
+    """A new buffer needs a new graph, and gets it; sizes that are dynamic already need no other.
+
+    The first buffer is destroyed before the next. The function takes it from around, or as an argument.
+    """
     device_of(engine, rank)
-    buffer = None
 
     def closure(x, weights, matrix, idx, other_idx):
         return one_layer(buffer, x, weights, matrix, idx, other_idx, max_recv_rows=4 * NUM_ROWS)
@@ -171,31 +165,16 @@ def compare_new_buffers(rank: int, engine: str, backend: str, dynamic: bool | No
         return one_layer(buffer, *given, max_recv_rows=4 * NUM_ROWS)
 
     compiled = fresh_compile(argument if as_argument else closure, backend=backend, dynamic=dynamic)
-    results = []
     for seed in range(2):
-        with make_buffer(engine=engine) as new:
-            buffer = new
+        with make_buffer(engine=engine) as buffer:
             for num_tokens in (NUM_TOKENS, NUM_TOKENS + seed):
                 called = compiled if as_argument else lambda _, *given: compiled(*given)
                 eager, ours = (
                     forward_and_backward(f, buffer, leaves(rank, seed, buffer, True, num_tokens))
                     for f in (argument, called)
                 )
-                results.append((eager, ours, graphs()))
-    return results
-
-
-@pytest.mark.parametrize(
-    "backend,dynamic,as_argument",
-    [("eager", None, True), ("aot_eager", None, False), ("aot_eager", True, True), ("inductor", None, True)],
-)
-def test_another_buffer(pools, engine, backend, dynamic, as_argument):
-    """A new buffer needs a new graph, and gets it; sizes that are dynamic already need no other."""
-    ranks = pools(2).run(compare_new_buffers, engine, backend, dynamic, as_argument, timeout_s=COMPILE_S)
-    if backend != "inductor":
-        assert_bitwise(ranks)
-    assert_close(ranks)
-    assert all(steps[-1][2] <= 3 for steps in ranks)
+                assert_same(eager, ours, backend)
+    assert graphs() <= 3
 
 
 WHEN_DYNAMO_IS_IMPORTED = """
@@ -256,11 +235,9 @@ def test_dynamo_is_imported_with_the_first_buffer_and_holds_no_group(script, exp
     assert result.stdout.splitlines() == expected, result.stderr
 
 
-def test_inductor(pools):
-    """Its own kernels round otherwise than PyTorch's, so close is all that can be asked."""
-    ranks = run_compare(pools, two_layers, dict(engine="cpu"), compiles=dict(backend="inductor"))
-    assert_close(ranks)
-    assert all(made == 1 for steps in ranks for _, _, made in steps)
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_inductor(rank):
+    assert compare(rank, two_layers, dict(engine="cpu"), compiles=dict(backend="inductor")) == [1, 1]
 
 
 @on_ranks(1, timeout_s=COMPILE_S)

@@ -37,12 +37,18 @@ def soil_region(buffer: ep.Buffer) -> None:
     dist.barrier()
 
 
-def in_dirty_memory(rank: int, case: Case, inputs: Inputs, max_recv_rows: int | None):
-    device, steps = device_of("cuda", rank), []
+@pytest.mark.parametrize("recv", ["counted", "spare"])
+@pytest.mark.parametrize("layout,alignment", [("expert", 8), ("rank", 1)])
+@pytest.mark.parametrize("dtype,payload", [(torch.bfloat16, "rows"), (torch.float32, "rows"), (torch.bfloat16, "pair")])
+@on_ranks(3)
+def test_nothing_of_what_the_memory_held_is_seen(rank, dtype, payload, layout, alignment, recv):
+    shape = dict(num_topk=3, experts_per_rank=3, hidden=256, payload=payload, routing="masked", tokens="uneven")
+    case = Case(3, 3, dtype, layout=layout, alignment=alignment, recv=recv, **shape)
+    inputs, device, steps, handle = make_inputs(case), device_of("cuda", rank), [], None
+    max_recv_rows = max(grid.rows_needed(case, inputs.topk_idx)) + 17 if recv == "spare" else None
     with make_buffer(case, "cuda", max_tokens_per_rank=64) as buffer:
         x, topk_idx, weights = inputs.on(rank, device)
-        options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
-        handle = None
+        options = dict(layout=layout, expert_alignment=alignment, max_recv_rows=max_recv_rows)
         for given in ((topk_idx, options), (None, {})):
             soil_region(buffer)
             with uninitialised_memory_is_nan():
@@ -52,22 +58,10 @@ def in_dirty_memory(rank: int, case: Case, inputs: Inputs, max_recv_rows: int | 
             soil_region(buffer)
             with uninitialised_memory_is_nan():
                 result = buffer.combine(y, handle, topk_weights=row_weights)
-            steps.append((Received.of(out), (result.x, result.topk_weights)))
-    return steps
-
-
-@pytest.mark.parametrize("recv", ["counted", "spare"])
-@pytest.mark.parametrize("layout,alignment", [("expert", 8), ("rank", 1)])
-@pytest.mark.parametrize("dtype,payload", [(torch.bfloat16, "rows"), (torch.float32, "rows"), (torch.bfloat16, "pair")])
-def test_nothing_of_what_the_memory_held_is_seen(pools, dtype, payload, layout, alignment, recv):
-    shape = dict(num_topk=3, experts_per_rank=3, hidden=256, payload=payload, routing="masked", tokens="uneven")
-    case = Case(3, 3, dtype, layout=layout, alignment=alignment, recv=recv, **shape)
-    inputs = make_inputs(case)
-    max_recv_rows = max(grid.rows_needed(case, inputs.topk_idx)) + 17 if recv == "spare" else None
-    ranks = pools(3).run(in_dirty_memory, case, inputs, max_recv_rows)
-    for rank, expected in enumerate(expected_of(case, inputs, max_recv_rows)):
-        for turn, seen in enumerate(ranks[rank]):
-            grid.assert_step(seen, expected, f"rank {rank}, turn {turn}")
+            steps.append((out, (result.x, result.topk_weights)))
+    expected = expected_of(case, inputs, max_recv_rows)[rank]
+    for turn, seen in enumerate(steps):
+        grid.assert_step(seen, expected, f"turn {turn}")
 
 
 # ---- many steps -----------------------------------------------------------------------------------------------------

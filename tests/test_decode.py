@@ -1,6 +1,7 @@
 """Decode layout: fixed places for rows, and a weighted combine, bit by bit as ep_dispatcher/reference.py has them."""
 
 import dataclasses
+import itertools
 import re
 import time
 from functools import partial
@@ -68,10 +69,9 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, op
                 x.fill_(float("nan"))
                 if handle is None:
                     topk_idx.fill_(-1)
-            handle = received.handle
-            if options:
                 assert_refused("hook", buffer.dispatch, x, to(device, inputs.topk_idx[rank]))
                 received.hook()
+            handle = received.handle
             counts = received.tokens_per_expert
             rows = received.x if isinstance(received.x, tuple) else (received.x,)
             y = to(device, results_of_experts(case, counts.tolist(), rows[0].shape[1], rank))
@@ -133,7 +133,14 @@ def check_case(pools, engine: str, case: Case, options: dict) -> None:
     assert_case(case, inputs, again, pools(case.num_ranks).run(run_case, engine, case, inputs, again, options))
 
 
-@pytest.mark.parametrize("case", GRID, ids=str)
+SHAPE = dict(dtype=torch.bfloat16, hidden=512, layout="decode", weighted=False, tokens="uneven")
+MORE_CHOICES_THAN_LANES = [
+    Case(2, ranks_per_node, payload=payload, num_topk=64, experts_per_rank=40, **SHAPE)
+    for ranks_per_node, payload in itertools.product((2, 1), ("rows", "quantize"))
+]
+
+
+@pytest.mark.parametrize("case", [*GRID, *MORE_CHOICES_THAN_LANES], ids=str)
 def test_every_bit(pools, engine, case):
     check_case(pools, engine, case, {})
 
@@ -155,15 +162,8 @@ def test_more_items_than_a_chunk(pools, engine, tokens, options):
 )
 def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, hidden, num_ranks, ranks_per_node):
     """Arguments may be overwritten before the hook."""
-    shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=hidden)
-    check_case(pools, engine, Case(num_ranks, ranks_per_node, torch.bfloat16, **shape), {"return_hook": True})
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("payload", ["rows", "quantize"])
-def test_more_choices_of_a_token_than_lanes(pools, engine, payload, ranks_per_node):
-    shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=512)
-    check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, num_topk=64, experts_per_rank=40, **shape), {})
+    case = Case(num_ranks, ranks_per_node, payload=payload, **(SHAPE | {"hidden": hidden}))
+    check_case(pools, engine, case, {"return_hook": True})
 
 
 @pytest.mark.parametrize("hidden", [1024, 7168])
@@ -223,28 +223,22 @@ def times_its_weights(case: Case, inputs: Inputs, rank: int) -> Tensor:
     return torch.nan_to_num(inputs.x[rank]) * weights.sum(1, keepdim=True)
 
 
-def many_steps(rank: int, engine: str, case: Case, steps: list[Inputs]):
-    device = device_of(engine, rank)
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@on_ranks(4)
+def test_many_steps(rank, engine, ranks_per_node):
+    """Operations of all layouts take turns."""
+    case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3, routing="masked")
+    device, steps, results = device_of(engine, rank), [make_inputs(case, seed) for seed in range(25)], []
     with make_buffer(case, engine, 64) as buffer:
-        results = []
         for inputs in steps:
             x, topk_idx, _ = inputs.on(rank, device)
             out = buffer.dispatch(x, topk_idx, layout="decode")
-            other = buffer.dispatch(x, topk_idx)  # operations of all layouts take turns
+            other = buffer.dispatch(x, topk_idx)
             buffer.combine(other.x, other.handle)
             weights = to(device, weights_of(case, inputs, rank))
             results.append(buffer.combine(torch.nan_to_num(out.x), out.handle, weights=weights).x)
-        return results
-
-
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_many_steps(pools, engine, ranks_per_node):
-    """Tokens come back as themselves times the sum of their weights, step after step."""
-    case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3)
-    steps = [make_inputs(dataclasses.replace(case, routing="masked"), seed) for seed in range(25)]
-    for rank, results in enumerate(pools(4).run(many_steps, engine, case, steps)):
-        for inputs, result in zip(steps, results, strict=True):
-            torch.testing.assert_close(result, times_its_weights(case, inputs, rank), rtol=1e-5, atol=1e-5)
+    expected = [times_its_weights(case, inputs, rank) for inputs in steps]
+    torch.testing.assert_close([result.cpu() for result in results], expected, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2)
@@ -456,10 +450,12 @@ TWO_MICROBATCHES = re.search(
 )[1]
 
 
-def two_microbatches(
-    rank: int, engine: str, case: Case, steps: list[tuple[Inputs, Inputs]]
-) -> list[tuple[Tensor, Tensor]]:
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+@on_ranks(4)
+def test_two_microbatches_under_way(rank, engine, ranks_per_node):
     """The lines of docs/examples.md, step after step, with two buffers."""
+    case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3)
+    steps = [(make_inputs(case, seed), make_inputs(case, 100 + seed)) for seed in range(10)]
     device, results = device_of(engine, rank), []
     with make_buffer(case, engine, 32) as buffer_a, make_buffer(case, engine, 32) as buffer_b:
         for step in steps:
@@ -468,15 +464,6 @@ def two_microbatches(
                 names[f"x_{name}"], names[f"topk_idx_{name}"], _ = inputs.on(rank, device)
                 names[f"weights_{name}"] = to(device, weights_of(case, inputs, rank))
             exec(TWO_MICROBATCHES, names)
-            results.append((names["res_a"].x, names["res_b"].x))
-    return results
-
-
-@pytest.mark.parametrize("ranks_per_node", [4, 2])
-def test_two_microbatches_under_way(pools, engine, ranks_per_node):
-    case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3)
-    steps = [(make_inputs(case, seed), make_inputs(case, 100 + seed)) for seed in range(10)]
-    for rank, results in enumerate(pools(4).run(two_microbatches, engine, case, steps)):
-        for step, result in zip(steps, results, strict=True):
-            for inputs, seen in zip(step, result):
-                torch.testing.assert_close(seen, 2 * times_its_weights(case, inputs, rank), rtol=1e-5, atol=1e-5)
+            results += [names["res_a"].x, names["res_b"].x]
+    expected = [2 * times_its_weights(case, inputs, rank) for step in steps for inputs in step]
+    torch.testing.assert_close([result.cpu() for result in results], expected, rtol=1e-5, atol=1e-5)

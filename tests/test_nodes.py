@@ -19,7 +19,6 @@ from ep_dispatcher.engines import ENGINES
 from ep_dispatcher.tools.testing import device_of, make_routing
 
 SMALL = dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512)
-SPLITS = [(2, 1), (4, 2), (4, 1), (8, 2), (8, 1)]
 NUM_TOKENS = 600  # more than a chunk of sums
 NUM_ROWS = 8 * NUM_TOKENS
 # Rows in one or several pieces, and tails that go with the last piece; those of 4608 bytes leave too little room.
@@ -78,8 +77,11 @@ def sent_by(buffer: ep.Buffer, run) -> tuple[list[int], list[int]]:
     return result, *([b - a for a, b in zip(before[name], after[name], strict=True)] for name in names)
 
 
-def count_bytes(rank: int, engine: str, case: Case) -> None:
-    device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "masked", 3)
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2), (4, 1)])
+@on_ranks()
+def test_a_row_crosses_once_per_token_and_node(rank, engine, num_ranks, ranks_per_node):
+    case = Case(num_ranks, ranks_per_node, **SMALL)
+    device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * num_ranks, "masked", 3)
     x, idx, weights = given.on(rank, device)
     own, per_node = divmod(rank, case.ranks_per_node)
     rail = [node * case.ranks_per_node + per_node for node in range(case.num_ranks // case.ranks_per_node)]
@@ -109,11 +111,6 @@ def count_bytes(rank: int, engine: str, case: Case) -> None:
             expect(sent, back, case.hidden * 2 + case.num_topk * 4)
         _, sent, _ = sent_by(buffer, lambda: buffer.combine(y, out.handle))
         expect(sent, back, case.hidden * 2)
-
-
-@pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS[:3])
-def test_a_row_crosses_once_per_token_and_node(pools, engine, num_ranks, ranks_per_node):
-    pools(num_ranks).run(count_bytes, engine, Case(num_ranks, ranks_per_node, **SMALL))
 
 
 # ---- many steps -----------------------------------------------------------------------------------------------------
