@@ -147,10 +147,7 @@ def reports_of(late=None, mistake=None, masks=False, has_messages=False):
     return KernelReports(engine, config, health, Masks(health) if masks else None, has_messages), aborts
 
 
-def late_report():
-    return "combine", "partial sums", 42, [1], 2.5
-
-
+LATE = "combine", "partial sums", 42, [1], 2.5
 MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the ranks that it names
     (("bad_entry", [3, 1, 0, 0], 9, []), "topk_idx[3, 1]: given 9, "),
     (("bad_entry", [3, 1, 1, 0], 5, []), "topk_idx[3, 1]: given expert 5 again, "),
@@ -190,7 +187,7 @@ def test_mistakes_become_value_errors(mistake, said):
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake, said, is_late):
     """Also where a peer has found it first, and refused what this rank had launched."""
-    reports, aborts = reports_of(late_report() if is_late else None, report_of(*mistake))
+    reports, aborts = reports_of(LATE if is_late else None, report_of(*mistake))
     seen = []
     for ends in (not is_late, True, False):
         with pytest.raises(ValueError) as caught:
@@ -220,7 +217,7 @@ def test_ranks_that_differ_end_the_use_of_a_buffer_with_messages(mistake, when):
 
 @needs_module
 def test_a_late_peer_ends_the_use_of_the_buffer():
-    reports, _ = reports_of(late_report())
+    reports, _ = reports_of(LATE)
     for ends in (False, True):
         with pytest.raises(PeerTimeoutError) as caught:
             reports.raise_found(ends=ends)
@@ -231,8 +228,7 @@ def test_a_late_peer_ends_the_use_of_the_buffer():
 
 @needs_module
 def test_a_rank_that_finds_itself_masked_says_so():
-    operation, phase, epoch, _, waited_s = late_report()
-    reports, aborts = reports_of((operation, phase, epoch, [0], waited_s), masks=True)
+    reports, aborts = reports_of((*LATE[:3], [0], LATE[-1]), masks=True)
     for _ in range(2):
         with pytest.raises(PeerTimeoutError, match="rank 0 came too late.*unmask.. on all ranks lets it in") as caught:
             reports.raise_found(ends=True)

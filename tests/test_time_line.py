@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ import pytest
 import time_line as script
 import torch
 from commands import ROOT
+from test_cuda_build import needs_module, needs_nvcc
 
-from ep_dispatcher import engines
 from ep_dispatcher.engines import cuda_problem
 
 SCRIPT = ROOT / "benchmarks" / "time_line.py"
@@ -21,9 +20,6 @@ MACHINE = {"gpus": ["NVIDIA H200"], "git_commit": "abc", "date": "2026-11-22T10:
 SOURCE = (ROOT / "csrc/cuda/device/stamps.h").read_text()
 STEPS = re.findall(r'"([\w ]+)"', SOURCE.partition("kStepNames[] = {")[2].partition("}")[0])
 BEGIN = 1_700_000_000_000_000_000  # of a clock in ns
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA module")
 
 
 def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -> torch.Tensor:

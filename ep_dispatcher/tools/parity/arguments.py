@@ -7,12 +7,12 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ep_dispatcher.integrations.megatron import arguments as of_dispatcher
+from ep_dispatcher.tools.benchmark.harness import number
 
 # Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as
 # Megatron makes them, so that they fit each version of Megatron.
@@ -88,8 +88,8 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
         usage="torchrun --nproc-per-node N -m ep_dispatcher.integrations.megatron.parity [flags]",
     )
     own = parser.add_argument_group("flags of this tool")
-    steps: dict[str, Any] = dict(type=_at_least(0), default=0)
-    own.add_argument("--steps", type=_at_least(1), default=2, help="steps that are compared; default 2")
+    steps: dict[str, Any] = dict(type=number(int, 0), default=0)
+    own.add_argument("--steps", type=number(int, 1), default=2, help="steps that are compared; default 2")
     own.add_argument("--timed-steps", **steps | {"default": 5}, help="further steps that are timed; default 5")
     own.add_argument("--profiled-steps", **steps, help="steps whose time is shown by step of the layer; default 0")
     own.add_argument("--seed", **steps | {"default": 1234}, help="of weights and tokens; default 1234")
@@ -111,15 +111,6 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
     return run
 
 
-def _at_least(lowest: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"given {text}, allowed: an integer from {lowest}")
-        return int(text)
-
-    return integer
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -131,7 +122,7 @@ def _flags_of_megatron() -> dict[str, dict[str, Any]]:
     fields = {one.name: one for one in dataclasses.fields(TransformerConfig)}
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
     numbers = [*(f"{name}_size" for name in sizes), "hidden_size", "num_experts", "seq_length", "micro_batch_size"]
-    found: dict[str, dict[str, Any]] = {_flag(name): dict(dest=name, type=_at_least(1)) for name in numbers}
+    found: dict[str, dict[str, Any]] = {_flag(name): dict(dest=name, type=number(int, 1)) for name in numbers}
     for name in ("swiglu", "squared_relu", "quick_geglu", "no_bias_swiglu_fusion", "no_bias_gelu_fusion"):
         found[_flag(name)] = dict(dest=name, action="store_true")
     for name in {"cuda_graph_scope", "cuda_graph_modules"} & fields.keys():
