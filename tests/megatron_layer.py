@@ -76,6 +76,7 @@ def _use_device() -> None:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.compiler.set_stance("force_eager")  # compiling Megatron's activations takes longer than all that uses them
     from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
     let_megatron_run_on_cpu()
@@ -91,30 +92,38 @@ class Layout:
     pp: int = 1
 
     def __str__(self) -> str:
-        return (
-            f"ep{self.ep}"
-            + f"-tp{self.tp}" * (self.tp > 1)
-            + f"-etp{self.etp}" * (self.etp > 1)
-            + f"-pp{self.pp}" * (self.pp > 1)
-        )
+        return "-".join(f"{name}{size}" for name, size in vars(self).items() if name == "ep" or size > 1)
 
 
 _layout: Layout | None = None
 
 
-def on_ranks(num_ranks: int = 2, layout: Layout | None = Layout(ep=2)) -> Callable:
-    """Run ``test(rank, *parameters)`` on every rank of a pool, in this layout or that of its parameter `layout`."""
+def on_ranks(num_ranks: int = 2, layout: Layout | None = Layout(ep=2), **options: Any) -> Callable:
+    """Run ``test(rank, *parameters)`` on every rank of a pool, in this layout or that of its parameter `layout`.
+
+    The parameter `monkeypatch` is one of the rank. ``options`` are of RankPool.run.
+    """
 
     def run(body: Callable, **given: Any) -> None:
-        megatron_pool(num_ranks).run(_run_body, body, given.get("layout", layout), given)
+        megatron_pool(num_ranks).run(_run_body, body, given.get("layout", layout), given, **options)
 
-    return lambda body: as_test(body, list(inspect.signature(body).parameters)[1:], run)
+    return lambda body: as_test(body, [name for name in _parameters(body) if name not in ("rank", "monkeypatch")], run)
+
+
+def _parameters(body: Callable) -> list[str]:
+    return list(inspect.signature(body).parameters)
 
 
 def _run_body(rank: int, body: Callable, layout: Layout | None, given: dict) -> None:
+    from ep_dispatcher.integrations.megatron import unregister
+
+    unregister()  # whatever the test before has left
     if layout is not None:
         use_layout(layout)
-    body(rank, **given)
+    with pytest.MonkeyPatch.context() as patch:
+        if "monkeypatch" in _parameters(body):
+            given["monkeypatch"] = patch
+        body(rank, **given)
 
 
 def use_layout(layout: Layout) -> None:
@@ -132,9 +141,7 @@ def use_layout(layout: Layout) -> None:
     capacity.grown = 0.0
     buffers._has_warned = False
     if layout != _layout:
-        if _layout is not None:
-            parallel_state.destroy_model_parallel()
-            end_groups()
+        leave_layout()
         parallel_state.initialize_model_parallel(
             create_gloo_process_groups=False,  # they all are: these would be a second set of the same
             tensor_model_parallel_size=layout.tp,
@@ -145,6 +152,16 @@ def use_layout(layout: Layout) -> None:
         _layout = layout
         if on_gpu():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def leave_layout() -> None:
+    global _layout
+    from megatron.core import parallel_state
+
+    if _layout is not None:
+        parallel_state.destroy_model_parallel()
+        end_groups()
+    _layout = None
 
 
 def end_groups() -> None:
@@ -160,10 +177,9 @@ def make_config(dispatcher: str = OURS, **settings):
     """A TransformerConfig of the layout in use; ``settings`` are fields of it."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    chosen = dict(moe_token_dispatcher_type=dispatcher)
     if dispatcher == OURS:
         chosen = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=OURS)
-    else:
-        chosen = dict(moe_token_dispatcher_type=dispatcher)
     defaults = dict(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -185,6 +201,23 @@ def make_config(dispatcher: str = OURS, **settings):
         pipeline_dtype=torch.float32,
     )
     return TransformerConfig(**(defaults | chosen | settings))
+
+
+def with_graphs(config, impl: str = "local", *modules: str):
+    """Put CUDA graphs on a config whose own checks want a GPU for them."""
+    config.cuda_graph_impl = impl
+    setattr(config, scope_field(), [getattr(graph_kinds(), name) for name in modules])
+    return config
+
+
+def scope_field() -> str:
+    return "cuda_graph_modules" if hasattr(make_config(), "cuda_graph_modules") else "cuda_graph_scope"
+
+
+def graph_kinds():
+    from megatron.core.transformer import enums
+
+    return getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
 
 
 def make_layer(config, layer_number: int = 1, *, own_router: bool = False):
@@ -295,21 +328,8 @@ class Case:
     own_router: bool = False  # Megatron's, also on ranks without tokens, where it fails
 
 
-@dataclass(frozen=True)
-class Result:
-    """Of two steps: outputs and input gradients of both, parameter gradients of their sum."""
-
-    outputs: list[Tensor]
-    input_grads: list[Tensor]
-    grads: dict[str, Tensor | None]
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        steps = {f"output {i}": t for i, t in enumerate(self.outputs)}
-        steps |= {f"input gradient {i}": t for i, t in enumerate(self.input_grads)}
-        return steps | {f"gradient of {name}": t for name, t in self.grads.items()}
-
-
-def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> Result:
+def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> dict[str, Tensor | None]:
+    """Outputs and input gradients of two steps, parameter gradients of their sum."""
     use_layout(case.layout)
     with environment(**case.environment), plain_latent_projections():
         config = make_config(dispatcher, **(case.settings | settings))
@@ -320,24 +340,38 @@ def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> Result:
         assert ("forward" in vars(layer.router)) != case.own_router
         assert type(layer.token_dispatcher).__name__ == CLASSES[dispatcher]
         length = SEQUENCE if case.lengths is None else case.lengths[rank]
-        outputs, input_grads = [], []
-        for step in range(2):  # what a step leaves behind must not count in the next
-            x = tokens_of(rank, step, length, torch.bfloat16 if config.bf16 else torch.float32)
-            x = x.to(config.params_dtype).requires_grad_()
-            if case.checkpointed:
-                from megatron.core.tensor_parallel import checkpoint
-
-                output = checkpoint(lambda x: layer(x)[0], False, x)
-            else:
-                output = layer(x)[0]
-            assert output.shape == x.shape and output.dtype == x.dtype
-            (output.float() * random(*x.shape, seed=rank + 77)).sum().backward()
-            outputs.append(output.detach())
-            input_grads.append(x.grad)
+        found = {}
+        for number in range(2):  # what a step leaves behind must not count in the next
+            x = tokens_of(rank, number, length, torch.bfloat16 if config.bf16 else torch.float32)
+            run = checkpointed(layer) if case.checkpointed else layer
+            for name, tensor in step(run, x.to(config.params_dtype), rank + 77).items():
+                found[f"{name} {number}"] = tensor
         if dispatcher == OURS:  # tokens travel at the latent size
             row = getattr(config, "moe_latent_size", None) or config.hidden_size
             assert layer.token_dispatcher.buffer.config.hidden == row
-    return Result(outputs, input_grads, {name: p.grad for name, p in sorted(layer.named_parameters())})
+    return found | grads_of(layer)
+
+
+def checkpointed(layer):
+    """The layer, which runs again in the backward."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    return lambda x: (checkpoint(lambda x: layer(x)[0], False, x), None)
+
+
+def step(layer, x: Tensor, seed: int = 7) -> dict[str, Tensor]:
+    """A forward and a backward pass."""
+    x = x.requires_grad_()
+    output = layer(x)[0]
+    assert output.shape == x.shape and output.dtype == x.dtype
+    (output.float() * random(*x.shape, seed=seed)).sum().backward()
+    return {"output": output.detach(), "input gradient": x.grad}
+
+
+def outcome(layer, x: Tensor) -> dict[str, Tensor | None]:
+    """A step of a layer without gradients from before, and the gradients of its parameters."""
+    layer.zero_grad()
+    return step(layer, x.detach().clone()) | grads_of(layer)
 
 
 def all_steps(dispatcher, x: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -376,8 +410,7 @@ def assert_agree(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]
 def assert_same_bits(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert (got[name] is None) == (tensor is None), name
-        assert tensor is None or torch.equal(got[name], tensor), f"{name} differs"
+        assert got[name] is tensor or torch.equal(got[name], tensor), f"{name} differs"
 
 
 def grads_of(layer) -> dict[str, Tensor | None]:

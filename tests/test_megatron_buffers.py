@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import gc
 import io
-import logging
 import sys
 import time
 import types
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -21,24 +21,22 @@ from megatron_layer import (
     assert_agree,
     environment,
     error_of,
-    grads_of,
     make_config,
     make_layer,
     on_gpu,
     on_ranks,
+    outcome,
     random,
     tokens_of,
     use_layout,
 )
+from test_megatron_recompute import MOE, Microbatch
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations import agree
 from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, limits, register, unregister
 
 LIMIT_S, SLACK_S = 1.5, 5.0
-MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
-
-
 EP2 = Layout(ep=2)
 
 
@@ -62,14 +60,12 @@ def first_forward(rank: int, length: int = 12, **settings):
     return layer
 
 
-@contextlib.contextmanager
-def training_arguments(**arguments):
-    """Yield Megatron's module of global arguments, which have been parsed."""
+def training_arguments(patch, **arguments):
+    """Megatron's module of global arguments, which have been parsed."""
     module = types.ModuleType("megatron.training.global_vars")
     module._GLOBAL_ARGS = types.SimpleNamespace(**arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, module.__name__, module)
-        yield module
+    patch.setitem(sys.modules, module.__name__, module)
+    return module
 
 
 # ---- sharing and sizing ---------------------------------------------------------------------------------------------
@@ -90,7 +86,7 @@ def test_layers_share_a_buffer(rank: int):
     assert len(sizes()) == 5, "another for other rows, experts or top-k"
     destroyed = living()
     destroy_buffers()
-    assert not living() and all(buffer._engine is None for buffer in destroyed)
+    assert not living() and all(buffer.is_destroyed for buffer in destroyed)
     forward(layers[0], rank, 12).sum().backward()  # and a layer goes on with a new one
     assert sizes() == [24]
 
@@ -108,7 +104,7 @@ def test_one_line_says_what_carries_the_tokens(rank: int):
         return
     (line,) = said.getvalue().splitlines()
     first = living()[0]
-    assert repr(first) in line and first._engine.summary in line
+    assert repr(first) in line and first.live_engine().summary in line
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=first.config.num_topk, max_tokens_per_rank=24)
     memory = ep.buffer_bytes(num_ranks=2, dtype=torch.float32, engine=first.engine, **sizes)
     for words in (ep.__version__, "rank 0 of 1 node x 2", f"{memory.total / 2**20:.1f} MiB a rank"):
@@ -150,69 +146,54 @@ def test_the_first_size_is_the_most_of_all_ranks_or_what_is_given(rank: int):
 
 @pytest.mark.parametrize("sequence_parallel, length, size", [(False, 12, 34), (True, 3, 10), (True, 12, 24)])
 @on_ranks()
-def test_the_first_size_is_that_of_the_arguments_or_what_is_brought(rank, sequence_parallel, length, size):
+def test_the_first_size_is_that_of_the_arguments_or_what_is_brought(rank, monkeypatch, sequence_parallel, length, size):
     arguments = dict(seq_length=33, micro_batch_size=2, context_parallel_size=2, tensor_model_parallel_size=4)
-    with training_arguments(**arguments, sequence_parallel=sequence_parallel) as module:
-        first_forward(rank, length)
-        assert sizes() == [size]
-        module._GLOBAL_ARGS = None  # before they are parsed
-        use_layout(EP2)
-        first_forward(rank, length)
-        assert sizes() == [2 * length]
+    module = training_arguments(monkeypatch, **arguments, sequence_parallel=sequence_parallel)
+    first_forward(rank, length)
+    assert sizes() == [size]
+    module._GLOBAL_ARGS = None  # before they are parsed
+    use_layout(EP2)
+    first_forward(rank, length)
+    assert sizes() == [2 * length]
 
 
 @on_ranks()
 def test_the_size_can_be_given_at_registration(rank: int):
-    try:
-        registration = register(max_tokens_per_rank=40)
-        assert "'max_tokens_per_rank': 40" in str(registration) and register() is registration
-        layer = make_layer(make_config())
-        with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="64"):  # a default, which what a caller passes overrides
-            forward(layer, rank, 3)
-        assert sizes() == [40]
-        forward(layer, rank, (3, 20)[rank]).sum().backward()  # one rank alone brings more than at first
-        assert sizes() == [40]
-        assert error_of(lambda: forward(layer, rank, 21)).startswith("hidden_states: given 42")
-        register(max_tokens_per_rank=50)
-        forward(layer, rank, (21, 3)[rank])
-        assert sizes() == [40, 50]
-        unregister()
-        assert register().settings == {}, "the size goes with the registration"
-    finally:
-        unregister()
-        register()
+    registration = register(max_tokens_per_rank=40)
+    assert "'max_tokens_per_rank': 40" in str(registration) and register() is registration
+    layer = make_layer(make_config())
+    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="64"):  # a default, which what a caller passes overrides
+        forward(layer, rank, 3)
+    assert sizes() == [40]
+    forward(layer, rank, (3, 20)[rank]).sum().backward()  # one rank alone brings more than at first
+    assert sizes() == [40]
+    assert error_of(lambda: forward(layer, rank, 21)).startswith("hidden_states: given 42")
+    register(max_tokens_per_rank=50)
+    forward(layer, rank, (21, 3)[rank])
+    assert sizes() == [40, 50]
+    unregister()
+    assert register().settings == {}, "the size goes with the registration"
 
 
 @on_ranks()
-def test_a_size_that_nobody_gave_is_warned_of_once(rank: int):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    buffers.logger.addHandler(handler)
-    try:
-        with environment(max_tokens_per_rank=40):
-            first_forward(rank)
-        use_layout(EP2)
-        first_forward(rank, variable_seq_lengths=True)
-        use_layout(EP2)
-        register(max_tokens_per_rank=40)
+def test_a_size_that_nobody_gave_is_warned_of_once(rank: int, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(buffers.logger, "warning", lambda text, *given: lines.append(text % given))
+    with environment(max_tokens_per_rank=40):
         first_forward(rank)
-        unregister()
-        use_layout(EP2)
-        given = dict(seq_length=12, micro_batch_size=2, context_parallel_size=1, sequence_parallel=False)
-        with training_arguments(**given):
-            first_forward(rank)
-        assert not lines, "a size was given, or is not needed"
-        use_layout(EP2)
-        for settings in ({}, dict(moe_router_topk=3)):  # two buffers
-            first_forward(rank, (12, 3)[rank], **settings)
-        assert len(lines) == (rank == 0), lines
-        for word in ("24 tokens per rank", "--ep-dispatcher-max-tokens-per-rank"):
-            assert all(word in line for line in lines), lines
-    finally:
-        buffers.logger.removeHandler(handler)
-        unregister()
-        register()
+    use_layout(EP2)
+    first_forward(rank, variable_seq_lengths=True)
+    use_layout(EP2)
+    arguments = dict(seq_length=12, micro_batch_size=2, context_parallel_size=1, sequence_parallel=False)
+    module = training_arguments(monkeypatch, **arguments)
+    first_forward(rank)
+    assert not lines, "a size was given, or is not needed"
+    module._GLOBAL_ARGS = None
+    use_layout(EP2)
+    for settings in ({}, dict(moe_router_topk=3)):  # two buffers
+        first_forward(rank, (12, 3)[rank], **settings)
+    assert len(lines) == (rank == 0), lines
+    assert all("24 tokens per rank" in one and "--ep-dispatcher-max-tokens-per-rank" in one for one in lines), lines
 
 
 @on_ranks()
@@ -283,7 +264,7 @@ def test_multiprocessors_are_those_of_the_flags(rank: int):
     ]:
         assert limits.num_sms(config) == wanted, config
     for config, given in ((SmsOf016(12, 32), "'moe_hybridep_num_sms': 32"), (SmsOf016(0), "given 0")):
-        text = error_of(lambda config=config: limits.num_sms(config))
+        text = error_of(partial(limits.num_sms, config))
         assert text.startswith("--moe-deepep-num-sms") and given in text, text
 
     def sms_of_a_new_buffer(**settings) -> int | None:
@@ -325,36 +306,26 @@ EQUAL = [(12, 12), (20, 20), (13, 24), (30, 26), (5, 12), (99, 110)]
 @on_ranks()
 def test_buffers_grow_under_microbatches_in_flight(rank, may_vary, lengths, expected, settings):
     with environment(max_tokens_per_rank=300):  # one buffer large enough for all
+        xs = [tokens_of(rank, number, pair[rank]) for number, pair in enumerate(lengths)]
         layer = make_layer(make_config())
-        wanted = [backward(layer, *one(layer, rank, step, pair)) for step, pair in enumerate(lengths)]
+        wanted = [outcome(layer, x) for x in xs]
         assert sizes() == [300]
     use_layout(EP2)
     layer = make_layer(make_config(variable_seq_lengths=may_vary, **settings))
     flying = []
-    for (step, pair), size in zip(enumerate(lengths), expected):
-        flying.append(one(layer, rank, step, pair))
-        assert sizes()[-1] == size, f"{sizes()} after microbatch {step}"
-    for number, (x, output) in enumerate(flying):
-        assert_agree(backward(layer, x, output), wanted[number], f"microbatch {number}")
-
-
-def one(layer, rank: int, step: int, lengths: tuple[int, int]):
-    x = tokens_of(rank, step, lengths[rank]).requires_grad_()
-    return x, layer(x)[0]
-
-
-def backward(layer, x, output) -> dict:
-    layer.zero_grad()
-    (output * random(*output.shape, seed=3)).sum().backward()
-    return {"output": output.detach(), "input gradient": x.grad} | grads_of(layer)
+    for x, size in zip(xs, expected):
+        flying.append(Microbatch(layer, x))
+        assert sizes()[-1] == size, f"{sizes()} after microbatch {len(flying)}"
+    for number, one in enumerate(flying):
+        assert_agree(one.backward(), wanted[number], f"microbatch {number}")
 
 
 @on_ranks()
-def test_agreements_do_not_go_through_nccl(rank: int):
+def test_agreements_do_not_go_through_nccl(rank: int, monkeypatch):
     """With a group that takes no tensors on the CPU, as NCCL's: through one of the same ranks that does."""
-    with pytest.MonkeyPatch.context() as patch, environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
-        patch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
-        agree._of_hosts.clear()
+    monkeypatch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
+    monkeypatch.setattr(agree, "_of_hosts", {})
+    with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
         layer = make_layer(make_config(variable_seq_lengths=True))
         for lengths in [(12, 4), (3, 20)]:
             forward(layer, rank, lengths[rank])
@@ -367,7 +338,6 @@ def test_agreements_do_not_go_through_nccl(rank: int):
             assert "phase 'agree on the number of tokens'" in error and "for rank 1" in error, error
             assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
         dist.barrier()
-        agree._of_hosts.clear()
 
 
 @pytest.mark.parametrize("greedy", [0, 1])

@@ -11,10 +11,10 @@ from megatron_layer import (
     assert_agree,
     environment,
     error_of,
-    grads_of,
     make_config,
     make_layer,
     on_ranks,
+    outcome,
     random,
     tokens_of,
 )
@@ -27,7 +27,6 @@ from test_megatron_experts import (
     iterations,
     make_grouped_layer,
     said,
-    step,
     switched_on,
 )
 from torch.nn.modules import module as torch_module
@@ -142,11 +141,6 @@ def owner_of(layer):
     return experts if hasattr(experts, "linear_fc1") else experts.local_experts[1]
 
 
-def outcome(layer, rank: int) -> dict[str, torch.Tensor]:
-    layer.zero_grad(set_to_none=True)
-    return step(layer, tokens_of(rank)) | grads_of(layer)
-
-
 @pytest.mark.parametrize(
     "make, settings, mode",
     [
@@ -160,24 +154,24 @@ def outcome(layer, rank: int) -> dict[str, torch.Tensor]:
 def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str):
     """The results are always those of Megatron's own experts so changed."""
     gc.collect()
-    config = make_config(**settings)
+    config, x = make_config(**settings), tokens_of(rank)
     reference = make(config)
-    before = outcome(reference, rank)
+    before = outcome(reference, x)
     for change, reason in CHANGES.items():
         with changed(reference, change, rank):
-            wanted = outcome(reference, rank)
+            wanted = outcome(reference, x)
         with switched_on(mode) as printed:
             layer = make(config, 3)
-            assert_agree(outcome(layer, rank), before)
+            assert_agree(outcome(layer, x), before)
             for _ in range(2):
                 with changed(layer, change, rank):
-                    assert_agree(outcome(layer, rank), wanted, change.__name__)
+                    assert_agree(outcome(layer, x), wanted, change.__name__)
                     assert is_grouped(layer.experts) is (rank == 0), change
-                assert_agree(outcome(layer, rank), before, change.__name__)
+                assert_agree(outcome(layer, x), before, change.__name__)
                 assert is_grouped(layer.experts)
             early = make(config, 4)
             with changed(early, change, rank):
-                assert_agree(outcome(early, rank), wanted, f"{change.__name__} before the first pass")
+                assert_agree(outcome(early, x), wanted, f"{change.__name__} before the first pass")
             del early, layer
             gc.collect()  # so that no later change is seen in them
         lines = [line for line in printed.getvalue().splitlines() if "experts have changed" in line]
@@ -193,8 +187,8 @@ def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str)
 def test_a_change_after_the_dispatch_is_an_error_with_limited_rows(rank: int):
     """All ranks hook their experts while the rows are on their way, which are more than the counts say."""
     with switched_on(), environment(rank_capacity_factor=2):
-        layer = make_grouped_layer(make_config(**GROUPED), 3)
-        outcome(layer, rank)
+        layer, x = make_grouped_layer(make_config(**GROUPED), 3), tokens_of(rank)
+        outcome(layer, x)
         dispatch = layer.token_dispatcher.token_dispatch
 
         def dispatch_and_hook(*given):
@@ -203,30 +197,8 @@ def test_a_change_after_the_dispatch_is_an_error_with_limited_rows(rank: int):
             return received
 
         layer.token_dispatcher.token_dispatch = dispatch_and_hook
-        text = error_of(lambda: outcome(layer, rank), RuntimeError)
+        text = error_of(lambda: outcome(layer, x), RuntimeError)
     assert text.startswith("layer 3: its experts have changed between the dispatch and their forward"), text
-
-
-def replace_forward_of_all(experts):
-    experts.forward = lambda *given: type(experts).forward(experts, *given)
-
-
-def hook_all(experts):
-    experts.register_forward_hook(lambda _, given, result: doubled(result))
-
-
-@pytest.mark.parametrize(
-    "change, reason", [(replace_forward_of_all, "is not ep_dispatcher's"), (hook_all, "has hooks (forward_hooks)")]
-)
-@on_ranks()
-def test_experts_that_cannot_run_in_two_parts_any_more_are_an_error(rank, change, reason):
-    """All ranks have agreed on two parts."""
-    with switched_on(TWO_PARTS):
-        layer = make_grouped_layer(make_config(**GROUPED), 3)
-        outcome(layer, rank)
-        change(layer.experts)
-        text = error_of(lambda: outcome(layer, rank), RuntimeError)
-    assert text.startswith("layer 3 has run in two parts") and reason in text
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

@@ -12,42 +12,35 @@ from megatron_layer import (
     grads_of,
     make_config,
     make_layer,
-    megatron_pool,
+    on_ranks,
+    step,
     tokens_of,
     use_layout,
 )
 
 from ep_dispatcher.integrations.megatron import buffers
 
-RANKS, COMPILE_S = 2, 300
-
-
-def train(rank: int, is_compiled: bool, settings: dict, lengths: tuple) -> list[torch.Tensor | None]:
-    """Outputs and gradients of two steps."""
-    torch._dynamo.reset()
-    use_layout(Layout(ep=RANKS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EP_DISPATCHER_TIMEOUT_S", str(COMPILE_S))
-        layer = make_layer(make_config(**settings))
-        run = torch.compile(layer, backend="aot_eager") if is_compiled else layer
-        results = []
-        for step in range(2):
-            x = tokens_of(rank, step, lengths[rank]).requires_grad_()
-            output = run(x)[0]
-            output.square().sum().backward()
-            results += [output.detach(), x.grad]
-    return [*results, *grads_of(layer).values()]
+COMPILE_S = 300
 
 
 @pytest.mark.parametrize(
     "settings,lengths", [exhaustive({}, (8, 8)), (dict(variable_seq_lengths=True), (8, 5))], ids=str
 )
-def test_a_compiled_layer_gives_the_same_bits(settings, lengths):
-    eager, compiled = (
-        megatron_pool(RANKS).run(train, on, settings, lengths, timeout_s=COMPILE_S) for on in (False, True)
-    )
-    for ours, theirs in zip(compiled, eager):
-        assert_same_bits(dict(enumerate(ours)), dict(enumerate(theirs)))
+@on_ranks(timeout_s=COMPILE_S)
+def test_a_compiled_layer_gives_the_same_bits(rank: int, monkeypatch, settings: dict, lengths: tuple):
+    """Outputs and gradients of two steps."""
+    monkeypatch.setenv("EP_DISPATCHER_TIMEOUT_S", str(COMPILE_S))
+    results = []
+    with torch.compiler.set_stance("default"):
+        for is_compiled in (False, True):
+            torch._dynamo.reset()
+            use_layout(Layout(ep=2))  # with new buffers
+            layer = make_layer(make_config(**settings))
+            run = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+            steps = [step(run, tokens_of(rank, number, lengths[rank])) for number in range(2)]
+            results.append((*steps, grads_of(layer)))
+    for eager, compiled in zip(*results):
+        assert_same_bits(compiled, eager)
 
 
 @pytest.mark.parametrize("cause", [None, RuntimeError("not implemented")], ids=str)

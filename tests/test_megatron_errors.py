@@ -1,8 +1,10 @@
 """Wrong arguments of the dispatcher's steps, and ranks that come late."""
 
+import itertools
 import pickle
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from megatron_layer import (
     tokens_of,
     use_layout,
 )
+from test_megatron_recompute import MOE
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, operation
@@ -29,7 +32,6 @@ from ep_dispatcher.errors import again
 from ep_dispatcher.integrations.megatron import limits, routing
 
 LIMIT_S, SLACK_S = 1.5, 5.0
-RECOMPUTE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 
 
 @on_ranks()
@@ -51,22 +53,21 @@ def test_wrong_arguments_are_value_errors(rank: int):
         ("probs", (routing_map, routing_map)),
     ]
     for argument, arguments in wrong:
-        text = error_of(lambda arguments=arguments: preprocess(x, *arguments))
+        text = error_of(partial(preprocess, x, *arguments))
         assert text.startswith(f"{argument}: given "), text
     routing_map[5, :3] = True
     if not on_gpu():  # there it is found in dispatch
-        assert error_of(lambda: preprocess(x, routing_map, probs)).startswith(
-            "routing_map: given a token with 3 experts"
-        )
+        text = error_of(partial(preprocess, x, routing_map, probs))
+        assert text.startswith("routing_map: given a token with 3 experts"), text
     # With capacities that are filled up the map may mark more: those without a probability do not count.
     layer.config.moe_pad_expert_input_to_capacity = True
     first_two = torch.arange(EXPERTS, device=x.device) < 2
     preprocess(x, routing_map, torch.where(routing_map & first_two, probs + 0.1, 0))
     if not on_gpu():
-        assert "3 experts" in error_of(lambda: preprocess(x, routing_map, probs + 0.1))
+        assert "3 experts" in error_of(partial(preprocess, x, routing_map, probs + 0.1))
     layer.config.moe_pad_expert_input_to_capacity = False
+    routing_map[5, 2] = False
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        routing_map[5, 2] = False
         tokens, weights = preprocess(x, routing_map, probs.to(dtype))
         assert tokens.shape == (24, HIDDEN) and weights.shape == (24, 2) and weights.dtype == torch.float32
         topk_idx = layer.token_dispatcher.topk_idx
@@ -78,7 +79,7 @@ def test_wrong_arguments_are_value_errors(rank: int):
 @pytest.mark.parametrize("layout", [Layout(ep=2), Layout(ep=1, etp=2)], ids=str)
 @pytest.mark.parametrize("topk", [2, EXPERTS - 1, EXPERTS])
 @on_ranks()
-def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int, layout: Layout, topk: int):
+def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int, monkeypatch, layout, topk: int):
     """Where the host does not wait for the router, as on a GPU: later forward passes are checked like the first."""
     layer = make_layer(make_config(moe_router_topk=topk))
     dispatcher, x = layer.token_dispatcher, tokens_of(rank)
@@ -86,19 +87,17 @@ def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int
     probs = torch.rand(24, EXPERTS, device=x.device) + 0.1
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
     routing_map[:, :topk] = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "host_looks", lambda routing_map: False)
-        for wrong in ([7], [7, 20]) if topk < EXPERTS else ():
-            given = routing_map.clone()
-            given[wrong, -2:] = True  # two more than top-k, or the last of all
-            sent = dispatcher.dispatch_preprocess(x, given, probs)
-            text = error_of(lambda sent=sent: dispatcher.token_dispatch(*sent))
-            expected = [f"routing_map: given token {token} with more than {topk} experts" for token in wrong]
-            assert text.startswith(tuple(expected)) and "--moe-router-topk" in text, text
-        *_, back = all_steps(dispatcher, x, routing_map, probs)
-        assert dispatcher.topk_idx.shape == (24, topk * layout.etp) and int(dispatcher.topk_idx.max()) < 8 * layout.etp
-        expected = x * layout.etp * (probs * routing_map).sum(1).view(12, 2, 1)
-        torch.testing.assert_close(back, expected)
+    monkeypatch.setattr(routing, "host_looks", lambda routing_map: False)
+    for wrong in ([7], [7, 20]) if topk < EXPERTS else ():
+        given = routing_map.clone()
+        given[wrong, -2:] = True  # two more than top-k, or the last of all
+        text = error_of(partial(dispatcher.token_dispatch, *dispatcher.dispatch_preprocess(x, given, probs)))
+        expected = [f"routing_map: given token {token} with more than {topk} experts" for token in wrong]
+        assert text.startswith(tuple(expected)) and "--moe-router-topk" in text, text
+    *_, back = all_steps(dispatcher, x, routing_map, probs)
+    assert dispatcher.topk_idx.shape == (24, topk * layout.etp) and int(dispatcher.topk_idx.max()) < 8 * layout.etp
+    torch.testing.assert_close(back, x * layout.etp * (probs * routing_map).sum(1).view(12, 2, 1))
+    monkeypatch.undo()
     assert torch.equal(layer(x)[0], output), "no rank has sent anything, and all go on"
 
 
@@ -116,15 +115,9 @@ def test_other_errors_stay_as_they_are(rank: int):
 
 
 WHERE = {  # the backward of a combine is a dispatch
-    "forward": ("layer 3, microbatch 2", 3),
-    "backward": ("layer 3, microbatch 1, backward", 3),
-    "recompute": ("layer 3, microbatch 1", 3),
-}
-# There no host waits, and a backward has gone on when the error is found.
-WHERE_ON_GPU = {
-    "forward": WHERE["forward"],
-    "backward": ("layer 3, microbatch 2", 3),
-    "recompute": ("layer 3, microbatch 2", 3),
+    "forward": "layer 3, microbatch 2",
+    "backward": "layer 3, microbatch 1, backward",
+    "recompute": "layer 3, microbatch 1",
 }
 
 
@@ -132,7 +125,7 @@ WHERE_ON_GPU = {
 @on_ranks()
 def test_a_late_rank_is_named_with_layer_and_microbatch(rank: int, when: str, victim: int):
     with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
-        settings = RECOMPUTE if when == "recompute" else {}
+        settings = MOE if when == "recompute" else {}
         layer = make_layer(make_config(**settings), layer_number=3)
         first = layer(tokens_of(rank).requires_grad_())[0]
 
@@ -158,11 +151,11 @@ def test_a_late_rank_is_named_with_layer_and_microbatch(rank: int, when: str, vi
                 act()
             error = caught.value
             assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
-            where, epoch = WHERE_ON_GPU[when] if on_gpu() else WHERE[when]
-            if on_gpu() and error.note == WHERE["backward"][0]:  # CUDA loads a kernel of the experts when none runs,
-                where = error.note  # so the next operation of this backward finds it
-            assert str(error).startswith(f"{where}: dispatch, epoch {epoch}, phase"), str(error)
-            assert error.note == where and error.late_ranks == (victim,) and error.rank == rank
+            # On a GPU no host waits, and a backward has gone on when the error is found; unless it had to wait until
+            # CUDA has loaded a kernel of the experts.
+            where = {WHERE["forward"], WHERE["backward"]} if on_gpu() else {WHERE[when]}
+            assert str(error).startswith(f"{error.note}: dispatch, epoch 3, phase"), str(error)
+            assert error.note in where and error.late_ranks == (victim,) and error.rank == rank
             copied = pickle.loads(pickle.dumps(error))
             assert str(copied) == str(error) and vars(copied) == vars(error)
             store.set(name, "")
@@ -171,35 +164,26 @@ def test_a_late_rank_is_named_with_layer_and_microbatch(rank: int, when: str, vi
         layer(tokens_of(rank).requires_grad_())[0].sum().backward()
 
 
-@pytest.mark.parametrize("settings", [{}, RECOMPUTE], ids=["plain", "recompute"])
+@pytest.mark.parametrize("settings", [{}, MOE], ids=["plain", "recompute"])
 @on_ranks()
-def test_every_operation_knows_its_layer_and_microbatch(rank: int, settings: dict):
+def test_every_operation_knows_its_layer_and_microbatch(rank: int, monkeypatch, settings: dict):
     """Whatever runs, the buffer knows for which layer and microbatch: also two layers in one backward."""
     layers = [make_layer(make_config(**settings), number) for number in (3, 7)]
     notes = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("run_dispatch", "run_combine"):
-            run = getattr(operation, name)
 
-            def noting(buffer, request, run=run):
-                notes.append(buffer.note)
-                return run(buffer, request)
+    def note(run, buffer, request):
+        notes.append(buffer.note)
+        return run(buffer, request)
 
-            patch.setattr(operation, name, noting)
-        outputs = []
-        for step in range(2):
-            x = tokens_of(rank, step).requires_grad_()
-            for layer in layers:
-                x = layer(x)[0]
-            outputs.append(x)
-        for output in outputs:
-            output.sum().backward()
-    numbers = [(layer, microbatch) for microbatch in (1, 2) for layer in (3, 7)]
-    expected = [f"layer {layer}, microbatch {microbatch}" for layer, microbatch in numbers for _ in range(2)]
-    for microbatch in (1, 2):
-        for layer in (7, 3):
-            where = f"layer {layer}, microbatch {microbatch}"
-            expected += ([where] * 2 if settings else []) + [f"{where}, backward"] * 2
+    for name in ("run_dispatch", "run_combine"):
+        monkeypatch.setattr(operation, name, partial(note, getattr(operation, name)))
+    outputs = [layers[1](layers[0](tokens_of(rank, number).requires_grad_())[0])[0] for number in range(2)]
+    for output in outputs:
+        output.sum().backward()
+    where = "layer {1}, microbatch {0}".format
+    expected = [where(*one) for one in itertools.product((1, 2), (3, 7)) for _ in range(2)]
+    for one in itertools.product((1, 2), (7, 3)):
+        expected += [where(*one)] * 2 * bool(settings) + [where(*one) + ", backward"] * 2
     assert notes == expected, notes
 
 

@@ -23,12 +23,16 @@ from megatron_layer import (
     make_layer,
     on_gpu,
     on_ranks,
+    outcome,
     random,
     run_layer,
     set_weights,
+    step,
     tokens_of,
+    with_graphs,
 )
 from test_experts import uninitialised_memory_is_nan
+from test_megatron_layer import CASES, UNEVEN
 from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
 from ep_dispatcher.integrations.megatron import eligibility, experts, limits, plugin, register, unregister
@@ -40,8 +44,8 @@ EP2, EP4, ETP2 = Layout(ep=2), Layout(ep=4), Layout(ep=2, etp=2)
 
 
 @contextlib.contextmanager
-def switched_on(mode: str = GROUPED_GEMMS):
-    """Yield what the rank prints. Float32 on a GPU runs so too, for these tests alone.
+def switched_on(mode: str = GROUPED_GEMMS, dtypes=(torch.float32,)):
+    """Yield what the rank prints. ``dtypes``: what runs so on a GPU, where float32 does for these tests alone.
 
     OVERLAP overlaps nothing on a CPU; with TWO_PARTS a layer has to run in two parts of the tokens.
     """
@@ -52,7 +56,7 @@ def switched_on(mode: str = GROUPED_GEMMS):
         pytest.MonkeyPatch.context() as patch,
         two_parts() if mode == TWO_PARTS else contextlib.nullcontext() as runs,
     ):
-        patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.float32,))
+        patch.setattr(eligibility, "DTYPES_ON_GPU", dtypes)
         for kind in (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear):
             patch.setitem(eligibility.plain_forwards(), kind, kind.forward)
         yield printed
@@ -62,11 +66,15 @@ def switched_on(mode: str = GROUPED_GEMMS):
 @contextlib.contextmanager
 def two_parts():
     """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
-    runs, run = [], overlap.mlp_in_parts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "num_parts_of", lambda buffer: 2)
-        patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
-        yield runs
+        yield note_parts(patch)
+
+
+def note_parts(patch) -> list:
+    runs, run = [], overlap.mlp_in_parts
+    patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
+    return runs
 
 
 def said(printed: io.StringIO, words: str = "MoE layers in grouped GEMMs") -> str:
@@ -78,34 +86,7 @@ def said(printed: io.StringIO, words: str = "MoE layers in grouped GEMMs") -> st
 
 # ---- SequentialMLP --------------------------------------------------------------------------------------------------
 
-CASES = {
-    "plain": Case(),
-    "Megatron's dispatcher": Case(references=("alltoall",)),
-    "allgather": Case(references=("allgather",)),
-    "uneven, one rank without tokens": Case(lengths=(12, 0, 3, 17)),
-    "capacity padded": Case(settings=dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)),
-    "one expert a rank": Case(settings=dict(num_moe_experts=4)),
-    "router fp64": Case(settings=dict(moe_router_dtype="fp64")),
-    "recompute moe": Case(settings=dict(recompute_granularity="selective", recompute_modules=["moe"])),
-    "recompute full": Case(checkpointed=True),
-    "shared expert overlapped": Case(
-        settings=dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True)
-    ),
-    "shared expert overlapped, gate": Case(
-        settings=dict(
-            moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True, moe_shared_expert_gate=True
-        )
-    ),
-    "latent": Case(settings=dict(moe_latent_size=16)),
-    "other width of experts": Case(settings=dict(moe_ffn_hidden_size=24)),
-    "expert tensor parallel": Case(layout=ETP2),
-    "expert tensor parallel, allgather": Case(layout=ETP2, references=("allgather",)),
-    "two nodes": Case(environment=dict(EP_DISPATCHER_RANKS_PER_NODE="2")),
-    "shared expert": Case(settings=dict(moe_shared_expert_intermediate_size=40)),
-    "limited rows": Case(environment=dict(rank_capacity_factor=4, max_tokens_per_rank=40)),
-    "capacity factor": Case(settings=dict(moe_expert_capacity_factor=0.7)),
-    "tensor parallel": Case(layout=Layout(ep=2, tp=2)),
-}
+FAMILIES = ("gpt-oss", "clamped SwiGLU", "squared ReLU", "GELU, biases", "tanh GELU", "probabilities on the input")
 
 
 def family(name: str) -> dict:
@@ -114,43 +95,51 @@ def family(name: str) -> dict:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     clamped = dict(activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=0.5)
+    on_input = dict(moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
     return {
         "gpt-oss": dict(add_bias_linear=True, **clamped),
         "clamped SwiGLU": dict(activation_func_clamp_value=0.5),
         "squared ReLU": dict(activation_func=activations.squared_relu, gated_linear_unit=False),
         "GELU, biases": dict(activation_func=torch.nn.functional.gelu, gated_linear_unit=False, add_bias_linear=True),
         "tanh GELU": dict(activation_func=activations.fast_gelu, gated_linear_unit=False),
-        "probabilities on the input": dict(
-            moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True
-        ),
+        "probabilities on the input": on_input,
     }[name]
 
 
-FAMILIES = ("gpt-oss", "clamped SwiGLU", "squared ReLU", "GELU, biases", "tanh GELU", "probabilities on the input")
-OTHER_DISPATCHERS = {name for name, case in CASES.items() if len(case.references) == 1}
-RUNS = [(GROUPED_GEMMS, name) for name in CASES] + [(TWO_PARTS, name) for name in CASES.keys() - OTHER_DISPATCHERS]
+OWN_CASES = {
+    "one expert a rank": Case(settings=dict(num_moe_experts=4)),
+    "other width of experts": Case(settings=dict(moe_ffn_hidden_size=24)),
+    "limited rows": Case(environment=dict(rank_capacity_factor=4, max_tokens_per_rank=40)),
+}
+NAMES = (
+    "plain",
+    "no tokens",
+    "capacity",
+    "capacity padded",
+    "router fp64",
+    "recompute moe",
+    "recompute full",
+    "latent",
+)
+NAMES += ("shared expert", "shared expert overlapped", "shared expert overlapped, gate, capacity", "two nodes")
+NAMES += (*OWN_CASES, "sequence parallel", "expert tensor parallel")  # one layout after the other
+RUNS = [(name, OURS, mode) for name in NAMES for mode in (GROUPED_GEMMS, TWO_PARTS)]
+RUNS += [(name, OURS, GROUPED_GEMMS) for name in FAMILIES]
+RUNS += [("plain", "alltoall", GROUPED_GEMMS)]
+RUNS += [(name, "allgather", GROUPED_GEMMS) for name in ("plain", "expert tensor parallel")]
 
 
-@pytest.mark.parametrize("mode, name", sorted(RUNS, key=lambda run: (str(CASES[run[1]].layout), run)))
+@pytest.mark.parametrize("name, dispatcher, mode", RUNS)
 @on_ranks(4, None)
-def test_a_layer_agrees_with_megatrons_own_experts(rank, mode, name):
-    with_and_without(rank, CASES[name], CASES[name].references[0] if name in OTHER_DISPATCHERS else OURS, mode)
-
-
-def with_and_without(rank: int, case: Case, dispatcher: str, mode: str) -> None:
-    wanted = run_layer(rank, case, dispatcher).tensors()
+def test_a_layer_agrees_with_megatrons_own_experts(rank, name, dispatcher, mode):
+    case = Case(settings=family(name), lengths=UNEVEN[EP4]) if name in FAMILIES else (CASES | OWN_CASES)[name]
+    wanted = run_layer(rank, case, dispatcher)
     with two_parts() as runs, switched_on(OVERLAP if mode == TWO_PARTS else mode) as printed:
-        got = run_layer(rank, case, dispatcher).tensors()
+        got = run_layer(rank, case, dispatcher)
     recomputed = case.checkpointed or case.settings.get("recompute_granularity") is not None
     assert len(runs) == (0 if mode != TWO_PARTS or case.layout == ETP2 else 2 * (1 + recomputed))
     assert_agree(got, wanted, "grouped and one by one")
     assert "1 of 1 MoE layers in grouped GEMMs" in said(printed) or rank > 0
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@on_ranks(4, EP4)
-def test_experts_of_each_family_agree_with_megatrons_own(rank, name):
-    with_and_without(rank, Case(settings=family(name), lengths=(12, 0, 3, 17)), OURS, GROUPED_GEMMS)
 
 
 @on_ranks()
@@ -181,29 +170,25 @@ def test_counts_stay_on_the_device(rank: int):
 @on_ranks(4, EP4)
 def test_limited_rows(rank: int):
     """Rows that arrive are as many as the limit, and those beyond the counts count for nothing."""
-    lengths = (12, 0, 3, 17)
-    case = Case(layout=EP4, lengths=lengths, environment=dict(max_tokens_per_rank=40))
-    wanted = run_layer(rank, case, OURS).tensors()
-    limit = dict(rank_capacity_factor=2.5, **case.environment)
-    with environment(**limit), switched_on():
-        seen = []
+    case = Case(lengths=(12, 0, 3, 17), environment=dict(max_tokens_per_rank=40))
+    x = tokens_of(rank, length=case.lengths[rank])
 
-        def look(module, inputs):
-            seen.append((inputs[0].shape[0], inputs[1]))
+    def rows_and_counts(**settings):
+        layer, seen = make_layer(make_config(**settings)), []
+        layer.experts.register_forward_pre_hook(lambda module, inputs: seen.extend((len(inputs[0]), inputs[1])))
+        layer(x)
+        return seen
 
-        layer = make_layer(make_config())
-        layer.experts.register_forward_pre_hook(look)
+    wanted = run_layer(rank, case, OURS)
+    with environment(rank_capacity_factor=2.5, **case.environment), switched_on():
         with uninitialised_memory_is_nan():
-            assert_agree(run_layer(rank, case, OURS).tensors(), wanted)
-        layer(tokens_of(rank, length=lengths[rank]))
-        ((rows, counts),) = seen
+            assert_agree(run_layer(rank, case, OURS), wanted)
+        rows, counts = rows_and_counts()
         assert rows == 200 > int(counts.sum()), "2.5 x 40 tokens x top-2"
-        unlimited = make_layer(make_config(activation_func=torch.nn.functional.relu))
-        unlimited.experts.register_forward_pre_hook(look)
-        unlimited(tokens_of(rank, length=lengths[rank]))
-        assert seen[1][0] == int(seen[1][1].sum()), "Megatron's own experts take no other rows"
-    with environment(**limit | dict(rank_capacity_factor=0.01)), switched_on():
-        text = error_of(lambda: make_layer(make_config())(tokens_of(rank, length=lengths[rank])))
+        rows, counts = rows_and_counts(activation_func=torch.nn.functional.relu)
+        assert rows == int(counts.sum()), "Megatron's own experts take no other rows"
+    with environment(rank_capacity_factor=0.01, **case.environment), switched_on():
+        text = error_of(rows_and_counts)
         assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
 
 
@@ -285,13 +270,6 @@ def make_grouped_layer(config, layer_number: int = 1):
     return layer.to(device())
 
 
-def step(layer, x: torch.Tensor, seed: int = 7) -> dict[str, torch.Tensor]:
-    x = x.requires_grad_()
-    output = layer(x)[0]
-    (output * random(*x.shape, seed=seed, dtype=output.dtype)).sum().backward()
-    return {"output": output.detach(), "input gradient": x.grad}
-
-
 GROUPED = dict(moe_grouped_gemm=True)
 # Megatron needs Transformer Engine for it, so the layer beside it goes without.
 MOE_ACT = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
@@ -311,12 +289,12 @@ MOE_ACT = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
 @on_ranks(4)
 def test_grouped_mlp_agrees_with_megatrons_own(rank, layout, dispatcher, settings, mode):
     layer = make_grouped_layer(make_config(dispatcher, **GROUPED))
-    wanted = step(layer, tokens_of(rank)) | grads_of(layer)
+    wanted = outcome(layer, tokens_of(rank))
     with switched_on(mode) as printed:
         layer = make_grouped_layer(make_config(dispatcher, **GROUPED, **settings))
         kept: list[torch.Size] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-            got = step(layer, tokens_of(rank)) | grads_of(layer)
+            got = outcome(layer, tokens_of(rank))
     # The weights of linear_fc2, and the rows between the GEMMs where they are not computed again.
     widths = [shape[-1] for shape in kept if len(shape) == 2]
     assert widths.count(FFN // layout.etp) == EXPERTS // layout.ep + (settings != MOE_ACT)
@@ -512,8 +490,7 @@ def test_delayed_gradients_of_several_microbatches_come_oldest_first(rank, mode)
     config = make_config(**GROUPED)
     xs = [tokens_of(rank, number) for number in range(3)]
     layer = make_grouped_layer(config)
-    step(layer, xs[0].clone())
-    oldest = layer.experts.linear_fc1.weight0.grad.clone()
+    oldest = outcome(layer, xs[0])["experts.linear_fc1.weight0"]
     for x in xs[1:]:
         step(layer, x.clone())
     wanted = grads_of(layer)
@@ -526,34 +503,33 @@ def test_delayed_gradients_of_several_microbatches_come_oldest_first(rank, mode)
         layer.backward_dw()
         torch.testing.assert_close(layer.experts.linear_fc1.weight0.grad, oldest)
         step(layer, xs[2].clone())
-        layer.backward_dw()
-        layer.backward_dw()
-        layer.backward_dw()  # nothing waits any more
+        for _ in range(3):  # at the last one nothing waits any more
+            layer.backward_dw()
         assert_agree(grads_of(layer), wanted)
 
 
-def plain_main_grad(rank: int, mode: str = GROUPED_GEMMS, change=lambda config: config, **variables) -> None:
-    """A script that makes main_grad by itself finds the sums there. ``change``: of the config, under the variables."""
-    layer = make_grouped_layer(make_config(**GROUPED))
-    step(layer, tokens_of(rank))
-    wanted = {name: p.grad for name, p in layer.experts.named_parameters()}
-    with environment(**variables), switched_on(mode):
-        config = change(make_config(**GROUPED))
-        config.gradient_accumulation_fusion = True
-        layer = make_grouped_layer(config)
-        for parameter in layer.experts.parameters():
-            parameter.main_grad = torch.ones_like(parameter)
-        step(layer, tokens_of(rank))
-        assert all(p.grad is None for p in layer.experts.parameters())
-        got = {name: p.main_grad - 1 for name, p in layer.experts.named_parameters()}
-    for name, grad in wanted.items():
-        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-4)
+def main_grads(layer, *xs) -> dict[str, torch.Tensor]:
+    """What these microbatches add to main_grad, which a script has made by itself."""
+    for weight in layer.experts.parameters():
+        weight.main_grad = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
+    for x in xs:
+        step(layer, x)
+    found = {name: weight.main_grad - 1 for name, weight in layer.experts.named_parameters()}
+    if layer.config.gradient_accumulation_fusion:
+        assert all(weight.grad is None for weight in layer.experts.parameters())
+        return found
+    return {name: found[name] + grad for name, grad in grads_of(layer.experts).items()}
 
 
 @MODES
 @on_ranks()
 def test_main_grad_without_a_wrapper(rank, mode):
-    plain_main_grad(rank, mode)
+    wanted = main_grads(make_grouped_layer(make_config(**GROUPED)), tokens_of(rank), tokens_of(rank, 1))
+    with switched_on(mode):
+        layer = make_grouped_layer(make_config(**GROUPED))
+        layer.config.gradient_accumulation_fusion = True
+        got = main_grads(layer, tokens_of(rank), tokens_of(rank, 1))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @on_ranks()
@@ -630,15 +606,6 @@ def derive(layer):
     layer.experts.__class__ = type("InferenceGroupedMLP", (type(layer.experts),), {})
 
 
-def graphs(layer):
-    from megatron.core.transformer import enums
-
-    kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
-    layer.config.cuda_graph_impl = "local"
-    name = "cuda_graph_modules" if hasattr(layer.config, "cuda_graph_modules") else "cuda_graph_scope"
-    setattr(layer.config, name, [kind.moe])
-
-
 def clamp_fused(layer):
     layer.config.activation_func_clamp_value, layer.config.bias_activation_fusion = 7.0, True
 
@@ -653,7 +620,7 @@ REASONS = [
     (clamp_fused, "this Megatron's fused SwiGLU clamps nothing"),
     (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
     (setting("use_te_activation_func", True), "use_te_activation_func is True"),
-    (graphs, "CUDA graphs contain the experts"),
+    (lambda layer: with_graphs(layer.config, "local", "moe"), "CUDA graphs contain the experts"),
     (derive, "its experts are InferenceGroupedMLP"),
     (setting("__class__", Wrapped, FC1), "its linear layers are Wrapped"),
     (setting("lora", torch.nn.Parameter(torch.zeros(1)), FC1), "TEColumnParallelGroupedLinear has other parameters"),
@@ -670,34 +637,30 @@ FUSED_SWIGLU = "megatron.core.fusions.fused_bias_swiglu.weighted_bias_swiglu_imp
 
 
 @on_ranks()
-def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int):
-    with switched_on() as printed, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FUSED_SWIGLU, lambda x, bias, weights: None)
-        layers = []
-        for number, (change, _) in enumerate(REASONS, 1):
-            layers.append(make_grouped_layer(make_config("alltoall", **GROUPED), number))
-            change(layers[-1])
+def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int, monkeypatch):
+    monkeypatch.setattr(FUSED_SWIGLU, lambda x, bias, weights: None)
+    with switched_on() as printed:
+        layers = [make_grouped_layer(make_config("alltoall", **GROUPED), n) for n in range(1, len(REASONS) + 1)]
+        for layer, (change, _) in zip(layers, REASONS):
+            change(layer)
         layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (16, 17)]
-        layers.append(make_layer(make_config("alltoall"), 18))
-        layers[-1].config.fine_grained_activation_offloading, layers[-1].config.offload_modules = True, ["moe_act"]
-        layers.append(make_layer(make_config("alltoall"), 19))
+        layers += [make_layer(make_config("alltoall"), number) for number in (18, 19)]
+        layers[17].config.fine_grained_activation_offloading, layers[17].config.offload_modules = True, ["moe_act"]
         assert [experts.is_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
         line = said(printed)
-    if rank == 0:
-        head, _, others = line.partition(". Megatron's own way: ")
-        assert head.startswith("ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs (")
-        reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(REASONS, 1)]
-        reasons += ["layer 16, 17: activation_func is tanh", "layer 18: offload_modules has moe_act"]
-        found = others.split("; ")
-        assert len(found) == len(reasons)
-        assert all(one.startswith(wanted) for one, wanted in zip(found, reasons)), found
+    head, _, others = line.partition(". Megatron's own way: ")
+    assert rank > 0 or head.startswith("ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs (")
+    reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(REASONS, 1)]
+    reasons += ["layer 16, 17: activation_func is tanh", "layer 18: offload_modules has moe_act"]
+    for found, wanted in zip(others.split("; "), reasons, strict=True) if rank == 0 else ():
+        assert found.startswith(wanted), (found, wanted)
 
 
 @on_ranks()
-def test_clamped_swiglu_runs_where_megatrons_fused_one_clamps_too(rank: int):
+def test_clamped_swiglu_runs_where_megatrons_fused_one_clamps_too(rank: int, monkeypatch):
     """In 0.20; in 0.16 the fused one ignores the limit."""
-    with switched_on(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FUSED_SWIGLU, lambda x, bias, weights, clamp_value=None: None)
+    monkeypatch.setattr(FUSED_SWIGLU, lambda x, bias, weights, clamp_value=None: None)
+    with switched_on():
         layer = make_grouped_layer(make_config(**GROUPED))
         clamp_fused(layer)
         assert experts.is_grouped(layer.experts)
@@ -708,14 +671,14 @@ def test_a_layer_that_is_refused_runs_megatrons_way(rank: int):
     settings = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)
     settings["activation_func"] = torch.nn.functional.relu
     case = Case(layout=EP2, settings=settings)
-    wanted = run_layer(rank, case, OURS).tensors()
+    wanted = run_layer(rank, case, OURS)
     with switched_on() as printed:
-        assert_same_bits(run_layer(rank, case, OURS).tensors(), wanted)
+        assert_same_bits(run_layer(rank, case, OURS), wanted)
     assert said(printed).endswith("Megatron's own way: layer 1: activation_func is relu" * (rank == 0))
 
 
 @on_ranks()
-def test_a_layer_goes_on_without_the_registration_and_an_unknown_megatron_is_refused(rank: int):
+def test_a_layer_goes_on_without_the_registration_and_an_unknown_megatron_is_refused(rank: int, monkeypatch):
     """The switch counts when a layer is built. Where Megatron is another, it is refused."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -728,14 +691,12 @@ def test_a_layer_goes_on_without_the_registration_and_an_unknown_megatron_is_ref
         assert_agree(step(layer, tokens_of(rank)), grads)  # a layer that was built goes on, Megatron's way
         register()
     unregister()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SequentialMLP, "forward", lambda self, *given: None)
-        patch.delattr(DistributedDataParallel, "_make_backward_post_hook")
-        register(experts="auto")
-        text = error_of(lambda: make_layer(make_config()), plugin.UnknownMegatronError)
-        assert "SequentialMLP.forward takes ['self', 'given']" in text and "_make_backward_post_hook" in text
-        config = make_config()
-        config.ep_dispatcher_experts = "megatron"
-        make_layer(config)
-        unregister()
-    register()
+    monkeypatch.setattr(SequentialMLP, "forward", lambda self, *given: None)
+    monkeypatch.delattr(DistributedDataParallel, "_make_backward_post_hook")
+    register(experts="auto")
+    text = error_of(lambda: make_layer(make_config()), plugin.UnknownMegatronError)
+    assert "SequentialMLP.forward takes ['self', 'given']" in text and "_make_backward_post_hook" in text
+    config = make_config()
+    config.ep_dispatcher_experts = "megatron"
+    make_layer(config)
+    unregister()

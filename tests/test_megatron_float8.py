@@ -9,32 +9,38 @@ from megatron_layer import (
     BATCH,
     HIDDEN,
     OURS,
-    Layout,
+    assert_same_bits,
+    checkpointed,
     environment,
     grads_of,
     make_config,
     on_ranks,
+    outcome,
     random,
+    step,
     tokens_of,
+    with_graphs,
 )
 from test_megatron_experts import (
     EP2,
+    EP4,
     ETP2,
     GROUPED,
     GROUPED_GEMMS,
+    MODES,
     MOE_ACT,
     TWO_PARTS,
     family,
     hook,
+    main_grads,
     make_grouped_layer,
     said,
-    step,
     switched_on,
 )
-from test_megatron_experts import graphs as graphs_of
+from test_megatron_recompute import Microbatch
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron import eligibility, experts, float8, graphs
+from ep_dispatcher.integrations.megatron import experts, float8, graphs
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.float8_gemm import quantize_weights
 
@@ -91,12 +97,16 @@ def quantise_parameters(layer) -> None:
 
 def make_float8_layer(number: int = 1, parameters: bool = False, dispatcher: str = OURS, **settings):
     """A layer with stand-ins for Transformer Engine's layers, whose configuration says FP8 from now on."""
-    config = make_config(dispatcher, **GROUPED, **BFLOAT16, **settings)
-    layer = make_grouped_layer(config, number)
+    layer = make_bfloat16_layer(dispatcher, number, **settings)
     if parameters:
         quantise_parameters(layer)
+    config = layer.config
     config.fp8, config.fp8_recipe, config.fp8_param = "e4m3", "blockwise", parameters
     return layer
+
+
+def make_bfloat16_layer(dispatcher: str = OURS, number: int = 1, **settings):
+    return make_grouped_layer(make_config(dispatcher, **GROUPED, **BFLOAT16, **settings), number)
 
 
 def bfloat16_tokens(rank: int, number: int = 0, length: int = 12) -> torch.Tensor:
@@ -106,8 +116,7 @@ def bfloat16_tokens(rank: int, number: int = 0, length: int = 12) -> torch.Tenso
 @contextlib.contextmanager
 def in_float8(mode: str = GROUPED_GEMMS):
     """As switched_on, for bfloat16 on GPUs, and with every pass inside the FP8 context of a Transformer Engine."""
-    with switched_on(mode) as printed, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eligibility, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
+    with switched_on(mode, grouped_gemm.KERNEL_DTYPES) as printed, pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "_manager", lambda: None)
         yield printed
 
@@ -165,11 +174,11 @@ def assert_close(got: dict, wanted: dict, low: float = 0.002, high: float = 0.1)
 @on_ranks(4)
 def test_a_layer_is_close_to_bfloat16(rank, layout, dispatcher, settings, mode, parameters):
     sizes = {name: size for name, size in settings.items() if name == "moe_ffn_hidden_size"}
-    layer = make_grouped_layer(make_config(dispatcher, **GROUPED, **BFLOAT16, **sizes))
-    wanted = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+    layer = make_bfloat16_layer(dispatcher, **sizes)
+    wanted = outcome(layer, bfloat16_tokens(rank))
     with in_float8(mode) as printed, dispatched() as sent:
         layer = make_float8_layer(parameters=parameters, dispatcher=dispatcher, **settings)
-        got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+        got = outcome(layer, bfloat16_tokens(rank))
     assert_close(got, wanted)
     assert "1 of 1 MoE layers in grouped GEMMs, 1 of them in FP8 (" in said(printed) or rank > 0
     assert mode == TWO_PARTS or sent == [(torch.float8_e4m3fn, 0)] * (dispatcher == OURS)
@@ -183,38 +192,24 @@ def test_families(rank: int, name: str):
     if "activation_func_clamp_value" in settings:
         settings["activation_func_clamp_value"] = 7.0  # clamped values have no gradient
     with in_float8():
-        layer = make_grouped_layer(make_config(**GROUPED, **BFLOAT16, **settings))
-        wanted = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+        layer = make_bfloat16_layer(**settings)
+        wanted = outcome(layer, bfloat16_tokens(rank))
         with dispatched() as sent:
             layer = make_float8_layer(**settings)
-            got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+            got = outcome(layer, bfloat16_tokens(rank))
     assert_close(got, wanted, high=0.15)
     assert sent[0][0] == (torch.bfloat16 if "input" in name else torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantised weights"])
-@pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
+@MODES
 @on_ranks(4)
 def test_gradients_reach_main_grad_in_float32(rank, mode, parameters):
-    config = make_config(**GROUPED, **BFLOAT16)
-    wanted = main_grads(make_grouped_layer(config), rank)
+    wanted = main_grads(make_bfloat16_layer(), bfloat16_tokens(rank), bfloat16_tokens(rank, 1))
     with in_float8(mode):
         layer = make_float8_layer(parameters=parameters)
         layer.config.gradient_accumulation_fusion = True
-        got = main_grads(layer, rank)
-    assert_close(got, wanted)
-
-
-def main_grads(layer, rank: int) -> dict[str, torch.Tensor]:
-    """Two microbatches, one after the other."""
-    for weight in layer.experts.parameters():
-        weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    for number in range(2):
-        step(layer, bfloat16_tokens(rank, number))
-    for weight in layer.experts.parameters():
-        if weight.grad is not None:
-            weight.main_grad += weight.grad
-    return {name: weight.main_grad for name, weight in layer.experts.named_parameters()}
+        assert_close(main_grads(layer, bfloat16_tokens(rank), bfloat16_tokens(rank, 1)), wanted)
 
 
 @on_ranks()
@@ -233,7 +228,7 @@ def test_losses_of_several_steps_stay_close(rank: int):
             found.append(float(loss))
         return found
 
-    wanted = losses(make_grouped_layer(make_config(**GROUPED, **BFLOAT16)))
+    wanted = losses(make_bfloat16_layer())
     with in_float8(), counted() as calls:
         got = losses(make_float8_layer())
     assert len(calls) == 10
@@ -241,18 +236,17 @@ def test_losses_of_several_steps_stay_close(rank: int):
     assert all(abs(one - other) < 0.02 * other for one, other in zip(got, wanted)), (got, wanted)
 
 
-@pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
+@MODES
 @on_ranks()
 def test_a_recompute_is_the_same(rank, mode):
     """It uses the plan and the weights of its forward pass, and sends quantised rows again."""
-    from megatron.core.tensor_parallel import checkpoint
-
     with in_float8(mode), counted() as calls, dispatched() as sent:
-        layer, x = make_float8_layer(), bfloat16_tokens(rank)
-        wanted = step(layer, x.clone()) | grads_of(layer)
+        layer = make_float8_layer()
+        wanted = outcome(layer, bfloat16_tokens(rank))
         layer.zero_grad()
-        got = step(lambda x: (checkpoint(lambda x: layer(x)[0], False, x),), x.clone()) | grads_of(layer)
-    assert len(calls) == 1 and all(torch.equal(got[name], wanted[name]) for name in wanted)
+        got = step(checkpointed(layer), bfloat16_tokens(rank)) | grads_of(layer)
+    assert len(calls) == 1
+    assert_same_bits(got, wanted)
     assert sent == [(torch.float8_e4m3fn, 0)] * (3 * (mode == GROUPED_GEMMS))
 
 
@@ -274,63 +268,62 @@ def test_nodes_of_the_overlap_schedule(rank: int):
             out.backward(random(*out.shape, seed=7, dtype=out.dtype))
             if cut:
                 torch.autograd.backward(sent, [t.grad for t in given])
-            results.append([out.detach(), x.grad, *grads_of(layer).values()])
-    assert all(torch.equal(*pair) for pair in zip(*results))
+            results.append({"output": out.detach(), "input gradient": x.grad} | grads_of(layer))
+    assert_same_bits(*results)
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
 @on_ranks()
-def test_weights_are_quantised_once_a_step_and_are_never_old(rank: int):
+def test_weights_are_quantised_once_a_step_and_are_never_old(rank: int, monkeypatch):
     """Whatever renews them: the result is that of a new layer with the same weights."""
 
-    def fresh(layer) -> torch.Tensor:
-        other = make_float8_layer()
-        other.load_state_dict(layer.state_dict())
-        return other(bfloat16_tokens(rank))[0]
+    x = bfloat16_tokens(rank)
 
-    def expect(layer, calls, number: int) -> None:
+    def expect(number: int) -> None:
         calls.clear()
         with torch.no_grad():
             for _ in range(3):
-                got = layer(bfloat16_tokens(rank))[0]
+                got = layer(x)[0]
             assert len(calls) == number
-            assert torch.equal(got, fresh(layer))
+            new = make_float8_layer()
+            new.load_state_dict(layer.state_dict())
+            assert torch.equal(got, new(x)[0])
 
-    def without_a_trace(layer, factor: float) -> None:
+    def without_a_trace(factor: float) -> None:
         """As Megatron's distributed optimizer writes weights: no version of a parameter changes."""
         for weight in layer.experts.parameters():
             weight.data.mul_(factor)
 
     with in_float8(), counted() as calls:
         layer = make_float8_layer()
-        expect(layer, calls, 1)
-        expect(layer, calls, 0)
-        without_a_trace(layer, 2)
+        expect(1)
+        expect(0)
+        without_a_trace(2)
         layer.set_is_first_microbatch()
-        expect(layer, calls, 1)
+        expect(1)
         with torch.no_grad():
             layer.experts.linear_fc2.weight1.mul_(2)  # as PyTorch's optimizers do
-        expect(layer, calls, 1)
+        expect(1)
         layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
-        expect(layer, calls, 1)
+        expect(1)
         # Megatron's way, in the middle of a step or of several, and back.
         handle = layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
         with plain_matrices():
-            layer(bfloat16_tokens(rank))
-        without_a_trace(layer, 0.5)
+            layer(x)
+        without_a_trace(0.5)
         handle.remove()
-        expect(layer, calls, 1)
+        expect(1)
         # A capture keeps nothing, and each of its passes quantises.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graphs, "stream_is_captured", lambda: True)
-            expect(layer, calls, 3)
-        without_a_trace(layer, 2)
-        expect(layer, calls, 1)
+        monkeypatch.setattr(graphs, "stream_is_captured", lambda: True)
+        expect(3)
+        monkeypatch.undo()
+        without_a_trace(2)
+        expect(1)
         for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
             linear.disable_parameter_transpose_cache = True
-        expect(layer, calls, 3)
+        expect(3)
 
 
 @contextlib.contextmanager
@@ -357,14 +350,12 @@ def test_a_backward_reads_the_weights_of_its_forward(rank: int):
     """New weights are new tensors: microbatches in flight keep theirs."""
     with in_float8():
         layer = make_float8_layer()
-        wanted = step(layer, bfloat16_tokens(rank))["input gradient"]
-        x = bfloat16_tokens(rank).requires_grad_()
-        output = layer(x)[0]
+        wanted = outcome(layer, bfloat16_tokens(rank))
+        flying = Microbatch(layer, bfloat16_tokens(rank))
         layer.set_is_first_microbatch()
         with torch.no_grad():
             layer(bfloat16_tokens(rank, 1))
-        (output * random(*x.shape, seed=7, dtype=output.dtype)).sum().backward()
-    assert torch.equal(x.grad, wanted)
+        assert_same_bits(flying.backward(may_wait=True), wanted)
 
 
 @on_ranks()
@@ -396,60 +387,49 @@ def test_quantised_parameters_are_read_where_they_lie(rank: int):
 def test_rows_of_experts_in_fp8_are_not_padded(rank: int):
     """Megatron's experts need groups of 16 rows. They get them if some rank's experts run so from the beginning."""
     with in_float8(), dispatched() as sent, plain_matrices():
-        for number, refuses in enumerate((False, True), 1):
+        for number in (1, 2):
             layer = make_float8_layer(number)
             layer.token_dispatcher.expert_alignment = 16
-            if refuses and rank == 1:
+            if (number, rank) == (2, 1):
                 hook(layer.experts.linear_fc1)
             layer(bfloat16_tokens(rank))
     assert sent[0] == (torch.float8_e4m3fn, 0) and sent[1][0] == torch.bfloat16 and sent[1][1] > 0
 
 
-@pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
+@MODES
 @on_ranks()
 def test_experts_of_one_rank_that_change_get_dequantised_rows(rank, mode):
     """All ranks go on to quantise. Experts with a hook of their own see rows, those run by Megatron multiply them."""
     with in_float8(mode) as printed, dispatched() as sent, plain_matrices():
         layer = make_float8_layer()
-        wanted = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
+        wanted = outcome(layer, bfloat16_tokens(rank))
         seen: list[torch.Tensor] = []
         hooks = [layer.experts.linear_fc1.register_forward_hook(lambda *given: None)]
         if mode == GROUPED_GEMMS:
             hooks.append(layer.experts.register_forward_pre_hook(lambda module, given: seen.append(given[0])))
-        for one in hooks if rank == 1 else hooks[:0]:
-            layer.zero_grad()
-            got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
-            assert_close(got, wanted, low=-1)
+        for one in hooks if rank == 0 else ():
             one.remove()
-        if rank == 0:
-            for one in hooks:
-                one.remove()
-            for _ in hooks:
-                layer.zero_grad()
-                got = step(layer, bfloat16_tokens(rank)) | grads_of(layer)
-                assert_close(got, wanted, low=-1)
+        for one in hooks:
+            assert_close(outcome(layer, bfloat16_tokens(rank)), wanted, low=-1)
+            one.remove()
     assert rank == 0 or mode == TWO_PARTS or len(seen) == 2 and all(rows.any(1).all() for rows in seen)
     assert mode == TWO_PARTS or {dtype for dtype, _ in sent} == {torch.float8_e4m3fn}
     assert rank == 0 or "TEColumnParallelGroupedLinear has hooks (forward_hooks)" in printed.getvalue()
 
 
-@on_ranks(4, Layout(ep=4))
+@on_ranks(4, EP4)
 def test_all_ranks_quantise_or_none(rank: int):
     """A hook on the experts of one rank wants rows: all send bfloat16, and their experts quantise them."""
     with in_float8() as printed, dispatched() as sent:
-        layer = make_float8_layer()
-        wanted = step(layer, bfloat16_tokens(rank))
+        wanted = step(make_float8_layer(), bfloat16_tokens(rank))
         other = make_float8_layer(2)
         if rank == 2:
             hook(other.experts)
-        for _ in range(2):
-            got = step(other, bfloat16_tokens(rank))
+        for _ in range(2):  # quantising twice changes nothing
+            assert_same_bits(step(other, bfloat16_tokens(rank)), wanted)
     assert [dtype for dtype, _ in sent] == [torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16]
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted), "quantising twice changes nothing"
-    text = (
-        "ep_dispatcher: the ranks of layer 2 do not dispatch quantised rows: 1 of 4 ranks cannot, the first is rank 2"
-    )
-    assert printed.getvalue().splitlines().count(text) == (rank == 0)
+    text = "the ranks of layer 2 do not dispatch quantised rows: 1 of 4 ranks cannot, the first is rank 2"
+    assert printed.getvalue().splitlines().count(f"ep_dispatcher: {text}") == (rank == 0)
 
 
 # ---- which layers ---------------------------------------------------------------------------------------------------
@@ -470,13 +450,8 @@ def test_layers_are_named_with_their_reasons(rank: int):
         layer.experts.linear_fc1.weight0._is_2D_scaled = False
 
     def capture(layer):
-        from megatron.core.transformer import enums
-
         quantise_parameters(layer)
-        graphs_of(layer)
-        kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
-        name = "cuda_graph_modules" if hasattr(layer.config, "cuda_graph_modules") else "cuda_graph_scope"
-        setattr(layer.config, name, [kind.attn])
+        with_graphs(layer.config, "local", "attn")
 
     recipe = "fp8 is {} with the recipe {}, not e4m3 with blockwise".format
     reasons = [
@@ -514,10 +489,6 @@ def test_layers_are_named_with_their_reasons(rank: int):
         wanted = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(reasons, 1)]
         wanted.append("layer 10: its weights are no multiples of 16 in FP8")
         assert others.split("; ") == wanted, others
-
-
-@on_ranks()
-def test_scales_of_other_values_and_old_gpus(rank: int):
     with in_float8(), environment(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"):
         layer = make_float8_layer(dispatcher="alltoall")
         assert not experts.is_grouped(layer.experts)
@@ -525,25 +496,24 @@ def test_scales_of_other_values_and_old_gpus(rank: int):
 
 
 @on_ranks()
-def test_layers_outside_the_context_run_in_bfloat16(rank: int):
+def test_layers_outside_the_context_run_in_bfloat16(rank: int, monkeypatch):
     """As Transformer Engine's own: the context says whether a pass is in FP8."""
-    with in_float8(), pytest.MonkeyPatch.context() as patch:
-        layer = make_grouped_layer(make_config(**GROUPED, **BFLOAT16))
-        wanted = step(layer, bfloat16_tokens(rank))
+    with in_float8():
+        wanted = step(make_bfloat16_layer(), bfloat16_tokens(rank))
         layer = make_float8_layer()
-        patch.setattr(float8, "is_on", lambda: False)
+        monkeypatch.setattr(float8, "is_on", lambda: False)
         with dispatched() as sent:
-            got = step(layer, bfloat16_tokens(rank))
-        assert sent[0][0] == torch.bfloat16 and all(torch.equal(got[name], wanted[name]) for name in wanted)
-        patch.undo()
+            assert_same_bits(step(layer, bfloat16_tokens(rank)), wanted)
+        assert sent[0][0] == torch.bfloat16
+        monkeypatch.undo()
         in_context = step(layer, bfloat16_tokens(rank))["output"]
         assert not torch.equal(in_context, wanted["output"])
         # A layer of multi-token prediction has the number of one that stays bfloat16.
         layer, other = (make_float8_layer(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1) for _ in "12")
         for one in (layer, other):
             assert torch.equal(step(one, bfloat16_tokens(rank))["output"], wanted["output"])
-        patch.setattr(float8, "_manager", lambda: types.SimpleNamespace(is_fp8_enabled=lambda: True))
-        with dispatched() as sent:
+        with monkeypatch.context() as patch, dispatched() as sent:
+            patch.setattr(float8, "_manager", lambda: types.SimpleNamespace(is_fp8_enabled=lambda: True))
             assert torch.equal(step(layer, bfloat16_tokens(rank))["output"], in_context)
         assert sent[0][0] == torch.float8_e4m3fn
         assert not experts.of(other.experts).float8, "it has not run inside the context"

@@ -5,21 +5,26 @@ import inspect
 import io
 import re
 import types
+from functools import partial
 
 import pytest
 import torch
 from conftest import exhaustive
 from megatron_layer import (
-    Layout,
     assert_agree,
+    assert_same_bits,
     environment,
     error_of,
+    graph_kinds,
     make_config,
     make_layer,
     on_gpu,
     on_ranks,
     random,
+    scope_field,
+    step,
     tokens_of,
+    with_graphs,
 )
 from test_megatron_experts import (
     GROUPED,
@@ -28,41 +33,20 @@ from test_megatron_experts import (
     TWO_PARTS,
     ddp_of,
     iterations,
+    main_grads,
     make_grouped_layer,
-    plain_main_grad,
-    step,
     switched_on,
 )
 
 from ep_dispatcher import te_version
-from ep_dispatcher.integrations.megatron import buffers, eligibility, graphs, limits, overflow
+from ep_dispatcher.integrations.megatron import buffers, graphs, limits, overflow
 from ep_dispatcher.integrations.megatron.experts import is_grouped, of
 from ep_dispatcher.moe import grouped_gemm
 
 FACTOR = "--ep-dispatcher-rank-capacity-factor"
 LIMIT = dict(rank_capacity_factor=3)
-LIMITED = dict(experts="auto") | LIMIT  # where `switched_on` does not set the switch
-ONE_F_ONE_B = dict(overlap_moe_expert_parallel_comm=True)
-EP2 = Layout(ep=2)
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="what stands for a capture is for CPUs; GPUs have graphs")
 ON_GPU = pytest.mark.skipif(not on_gpu(), reason="CUDA graphs need GPUs: EP_DISPATCHER_ENGINE=cuda")
-
-
-def scope_field() -> str:
-    return "cuda_graph_modules" if hasattr(make_config(), "cuda_graph_modules") else "cuda_graph_scope"
-
-
-def graph_kinds():
-    from megatron.core.transformer import enums
-
-    return getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
-
-
-def with_graphs(config, impl: str = "local", *modules: str):
-    """Put CUDA graphs on a config whose own checks want a GPU for them."""
-    config.cuda_graph_impl = impl
-    setattr(config, scope_field(), [getattr(graph_kinds(), name) for name in modules])
-    return config
 
 
 # ---- what stands for a capture --------------------------------------------------------------------------------------
@@ -171,7 +155,6 @@ def test_gradients_of_replays_reach_main_grad_and_are_reduced(rank: int, impl: s
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
     with environment(**LIMIT), switched_on(mode):
-        config = make_config(**GROUPED)
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(with_graphs(config, impl))
         ddp = ddp_of(layer, config, **settings)
@@ -188,7 +171,11 @@ def test_gradients_of_replays_reach_main_grad_and_are_reduced(rank: int, impl: s
 @on_ranks()
 def test_main_grad_without_a_wrapper(rank: int):
     """A script's own main_grad gets the sums; the anchor's dummy does not stay in .grad."""
-    plain_main_grad(rank, change=with_graphs, **LIMIT)
+    wanted = main_grads(make_grouped_layer(make_config(**GROUPED)), tokens_of(rank))
+    with environment(**LIMIT), switched_on():
+        layer = make_grouped_layer(with_graphs(make_config(**GROUPED)))
+        layer.config.gradient_accumulation_fusion = True
+        torch.testing.assert_close(main_grads(layer, tokens_of(rank)), wanted, rtol=1e-4, atol=1e-4)
 
 
 @ON_CPU
@@ -225,7 +212,7 @@ class Found(Exception):
 
 @ON_CPU
 @on_ranks()
-def test_errors_are_looked_for_after_a_step(rank: int):
+def test_errors_are_looked_for_after_a_step(rank: int, monkeypatch):
     """Schedules look for errors when a step is over, where graphs may contain experts, and nowhere else."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import schedules
@@ -243,12 +230,12 @@ def test_errors_are_looked_for_after_a_step(rank: int):
     checked = overflow.run_again(whole_step)
     assert own.__code__ is checked.__code__, "registered"
     assert inspect.signature(own) == inspect.signature(own.__wrapped__)
-    with environment(**LIMIT), switched_on(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "are_used", False)
+    monkeypatch.setattr(graphs, "are_used", False)
+    with environment(**LIMIT), switched_on():
         layer = make_layer(make_config())
         layer(tokens_of(rank))
         (buffer,) = buffers.all_buffers()
-        patch.setattr(buffer, "check", find)
+        monkeypatch.setattr(buffer, "check", find)
         assert checked() == wrapper(**given) == "done", "no graphs"
         make_layer(with_graphs(make_config(), "transformer_engine", "attn", "moe_router"))
         assert checked() == "done", "nor of experts"
@@ -256,7 +243,7 @@ def test_errors_are_looked_for_after_a_step(rank: int):
         error_of(checked, Found)
         error_of(lambda: wrapper(**given), Found)
         assert buffer.note == graphs.NOTE
-        patch.setattr(graphs, "stream_is_captured", lambda: True)
+        monkeypatch.setattr(graphs, "stream_is_captured", lambda: True)
         assert checked() == "done", "a graph of the whole step is captured"
 
 
@@ -276,10 +263,9 @@ def test_megatrons_checks_allow_graphs_of_moe(rank: int):
             config = make_config(**given, moe_expert_capacity_factor=1.5)
             assert config.moe_expert_capacity_factor == 1.5 and not config.moe_pad_expert_input_to_capacity
             assert make_config(**given, moe_expert_capacity_factor=-1.0).moe_expert_capacity_factor is None
-            assert "drop-padding" in error_of(lambda given=given: make_config("alltoall", **given), AssertionError)
-        assert "both moe and moe_router" in error_of(
-            lambda impl=impl: make_config(**{"cuda_graph_impl": impl, field: ["moe", "moe_router"]}), AssertionError
-        )
+            assert "drop-padding" in error_of(partial(make_config, "alltoall", **given), AssertionError)
+        given[field] = ["moe", "moe_router"]
+        assert "both moe and moe_router" in error_of(partial(make_config, **given), AssertionError)
 
 
 @ON_CPU
@@ -287,33 +273,28 @@ def test_megatrons_checks_allow_graphs_of_moe(rank: int):
 def test_what_layers_in_graphs_need(rank: int):
     flag = "--" + scope_field().replace("_", "-")
 
-    def built(impl: str, *modules: str, later=(), **settings):
-        config = with_graphs(make_config(**settings), impl, *modules)
-        for name, value in dict(later).items():
+    def build(impl: str, *modules: str, **later):
+        config = with_graphs(make_config(), impl, *modules)
+        for name, value in later.items():  # Megatron's checks want a GPU for some
             setattr(config, name, value)
         return make_layer(config)
 
-    built("local", "attn")
-    built("transformer_engine", "attn", "moe_router", "moe_preprocess")
-    graphs_of = [("local", ()), ("local", ("attn", "moe"))]
-    graphs_of += [("transformer_engine", ("moe",)), ("transformer_engine", ())]
-    if hasattr(graph_kinds(), "full_iteration"):
-        text = error_of(lambda: built("local", "full_iteration"))
+    def refused(*given, **later) -> str:
+        return error_of(lambda: build(*given, **later))
+
+    build("local", "attn")
+    build("transformer_engine", "attn", "moe_router", "moe_preprocess")
+    needs_limit = [("local",), ("local", "attn", "moe"), ("transformer_engine", "moe"), ("transformer_engine",)]
+    for given in needs_limit + [("local", "full_iteration")] * hasattr(graph_kinds(), "full_iteration"):
+        text = refused(*given)
         assert flag in text and FACTOR in text
-    for impl, modules in graphs_of:
-        text = error_of(lambda impl=impl, modules=modules: built(impl, *modules))
-        assert flag in text and FACTOR in text
-        with environment(**LIMITED):
-            built(impl, *modules)
-            for wrong, name in (
-                (dict(variable_seq_lengths=True), "--variable-seq-lengths"),
-                (dict(later=ONE_F_ONE_B), "--overlap-moe-expert-parallel-comm"),
-            ):
-                text = error_of(lambda impl=impl, modules=modules, wrong=wrong: built(impl, *modules, **wrong))
-                assert text.startswith(f"{name}: given True")
-    error_of(lambda: built("local", later=dict(cuda_graph_impl="full_iteration")))
-    with environment(**LIMITED):
-        built("local", later=dict(cuda_graph_impl="full_iteration"))
+    refused("local", cuda_graph_impl="full_iteration")
+    with environment(experts="auto", **LIMIT):
+        build("local", cuda_graph_impl="full_iteration")
+        for given in needs_limit:
+            build(*given)
+            for name in ("variable_seq_lengths", "overlap_moe_expert_parallel_comm"):
+                assert refused(*given, **{name: True}).startswith(f"--{name.replace('_', '-')}: given True")
 
     # Whose weights autograd sees one of: not with a graph of the whole iteration, which has the hooks in it.
     for impl, modules, of_layers in (
@@ -401,8 +382,7 @@ def test_a_layer_in_cuda_graphs_is_the_eager_layer(rank: int):
     """Replays of a layer's forward and backward give what an eager layer gives, bit by bit, whatever the routing."""
     x = tokens_of(rank, dtype=torch.bfloat16)
     limit = dict(rank_capacity_factor=1.6, max_tokens_per_rank=x[..., 0].numel())
-    with environment(**LIMIT | limit), switched_on(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eligibility, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
+    with environment(**limit), switched_on(dtypes=grouped_gemm.KERNEL_DTYPES):
         eager, layer = make_bfloat16_layer(False), make_bfloat16_layer(True)
         first = step(eager, x.clone())["output"]
         seen = [eager.token_dispatcher.topk_idx.clone()]
@@ -418,9 +398,8 @@ def test_a_layer_in_cuda_graphs_is_the_eager_layer(rank: int):
                 out = graphed(given)
                 (out * random(*x.shape, seed=7, dtype=out.dtype)).sum().backward()
                 assert torch.equal(out, wanted["output"]) and torch.equal(given.grad, wanted["input gradient"])
-            wanted, got = take_grads(eager), take_grads(layer)
-            assert wanted.keys() == got.keys()
-            assert [name for name in got if not torch.equal(got[name], wanted[name])] == []
+            wanted = take_grads(eager)
+            assert_same_bits(take_grads(layer), wanted)
             assert wanted["router"].any() and any(grad.any() for name, grad in wanted.items() if "linear_fc" in name)
 
         for number in range(1, 6):
@@ -451,14 +430,14 @@ def test_a_layer_in_cuda_graphs_is_the_eager_layer(rank: int):
 
 
 @on_ranks()
-def test_graphs_of_an_old_transformer_engine_keep_gradients(rank: int):
+def test_graphs_of_an_old_transformer_engine_keep_gradients(rank: int, monkeypatch):
     """The field that prevents their loss is set where all conditions hold, and a line says so once."""
     hit = dict(params_dtype=torch.bfloat16, bf16=True, gradient_accumulation_fusion=True)
     graphed = dict(cuda_graph_impl="transformer_engine", **{scope_field(): ["attn"]})
 
     def is_set(version: str | None = "2.12.0", **other) -> bool:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setattr(te_version, "version", lambda: version)
+        monkeypatch.setattr(te_version, "version", lambda: version)
+        with contextlib.redirect_stdout(printed):
             return make_config(**hit | graphed | other).disable_parameter_transpose_cache
 
     printed = io.StringIO()
@@ -475,11 +454,9 @@ def test_graphs_of_an_old_transformer_engine_keep_gradients(rank: int):
         dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16),
     ):
         assert not is_set(**other), other
-    config = make_config(**hit)
+    monkeypatch.setattr(te_version, "version", lambda: "2.12.0")
     for name, value in (("fp8", "e4m3"), ("fp4", "e2m1")):  # Megatron wants Transformer Engine for them
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(te_version, "version", lambda: "2.12.0")
-            patch.setattr(config, "cuda_graph_impl", "transformer_engine")
-            patch.setattr(config, name, value)
-            graphs.keep_gradients(config)
-            assert not config.disable_parameter_transpose_cache, name
+        config = with_graphs(make_config(**hit), "transformer_engine")
+        setattr(config, name, value)
+        graphs.keep_gradients(config)
+        assert not config.disable_parameter_transpose_cache, name

@@ -12,10 +12,10 @@ from megatron_layer import (
     Layout,
     assert_agree,
     error_of,
-    grads_of,
     make_config,
     make_layer,
     on_ranks,
+    outcome,
     random,
     run_layer,
     tokens_of,
@@ -111,9 +111,9 @@ CASES = {
 
 
 def compare(rank: int, case: Case) -> None:
-    ours = run_layer(rank, case, OURS).tensors()
+    ours = run_layer(rank, case, OURS)
     for reference in case.references:
-        assert_agree(ours, run_layer(rank, case, reference).tensors(), f"{OURS} and {reference}")
+        assert_agree(ours, run_layer(rank, case, reference), f"{OURS} and {reference}")
 
 
 # One layout after the other: forming groups takes longer than most cases.
@@ -169,9 +169,9 @@ def test_combinations_agree(rank, case):
 def squared_error(result, exact) -> dict[str, float]:
     """Summed over all tensors of a kind, relative to the squares of the exact ones."""
     errors, squares = defaultdict(float), defaultdict(float)
-    for name, wanted in exact.tensors().items():
+    for name, wanted in exact.items():
         kind = next((k for k in ("output", "input", "router", "local_experts", "shared") if k in name), name)
-        got = result.tensors()[name]
+        got = result[name]
         if wanted is not None:
             errors[kind] += float((got.double() - wanted.double()).square().sum())
             squares[kind] += float(wanted.double().square().sum())
@@ -180,14 +180,13 @@ def squared_error(result, exact) -> dict[str, float]:
 
 @pytest.mark.parametrize("settings", [{}, GATE, RECOMPUTE | CAPACITY], ids=["plain", "gate", "recompute-capacity"])
 @on_ranks(4, EP4)
-def test_bfloat16_is_no_further_from_float32_than_megatrons_own(rank, settings):
+def test_bfloat16_is_no_further_from_float32_than_megatrons_own(rank, monkeypatch, settings):
     case = Case(settings=settings | dict(moe_router_dtype="fp32", moe_router_topk=4))
     bfloat16 = dict(bf16=True, params_dtype=torch.bfloat16)
     # What differs then is arithmetic alone: float32 weights and tokens that are bfloat16 numbers, the same routing.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_layer.random", lambda *shape, **options: random(*shape, **options).bfloat16().float())
-        exact = run_layer(rank, case, "alltoall")
-        runs = [run_layer(rank, case, dispatcher, **bfloat16) for dispatcher in (OURS, "alltoall")]
+    monkeypatch.setattr("megatron_layer.random", lambda *shape, **given: random(*shape, **given).bfloat16().float())
+    exact = run_layer(rank, case, "alltoall")
+    runs = [run_layer(rank, case, dispatcher, **bfloat16) for dispatcher in (OURS, "alltoall")]
     ours, theirs = (squared_error(run, exact) for run in runs)
     assert {"output", "input", "router", "local_experts"} <= ours.keys()
     for kind in ours:
@@ -229,10 +228,7 @@ def test_recompute_of_the_activation(rank: int, lengths: tuple[int, ...]):
         layer = make_layer(make_config())
         if recompute:
             layer.experts = RecomputedActivation(layer.experts)
-        x = tokens_of(rank, length=lengths[rank]).requires_grad_()
-        output = layer(x)[0]
-        (output * random(*x.shape, seed=7)).sum().backward()
-        results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layer))
+        results.append(outcome(layer, tokens_of(rank, length=lengths[rank])))
     assert_agree(results[1], results[0])
 
 
@@ -241,25 +237,24 @@ GROUPED_TENSOR = "moe_use_grouped_tensor"  # 0.20; older versions get its answer
 
 @pytest.mark.parametrize("recipe,multiple", [("delayed", 16), ("mxfp8", 32), (GROUPED_TENSOR, 256)])
 @on_ranks(4, EP4)
-def test_rows_are_padded_for_experts_that_need_it(rank: int, recipe: str, multiple: int):
+def test_rows_are_padded_for_experts_that_need_it(rank: int, monkeypatch, recipe: str, multiple: int):
     from megatron.core.transformer.moe import moe_utils
 
     config = make_config()
-    with pytest.MonkeyPatch.context() as patch:
-        if recipe != GROUPED_TENSOR:
-            config.fp8, config.fp8_recipe = "e4m3", recipe
-        elif not hasattr(config, GROUPED_TENSOR):
-            patch.setattr(moe_utils, "get_align_size_for_quantization", lambda config: 256)
-            patch.setattr(moe_utils, "skip_routed_expert_padding", None, raising=False)
-        setattr(config, GROUPED_TENSOR, recipe == GROUPED_TENSOR)
-        dispatcher = make_layer(config).token_dispatcher
+    monkeypatch.setenv("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "32")
+    if recipe != GROUPED_TENSOR:
+        config.fp8, config.fp8_recipe = "e4m3", recipe
+    elif not hasattr(config, GROUPED_TENSOR):
+        monkeypatch.setattr(moe_utils, "get_align_size_for_quantization", lambda config: 256)
+        monkeypatch.setattr(moe_utils, "skip_routed_expert_padding", None, raising=False)
+    setattr(config, GROUPED_TENSOR, recipe == GROUPED_TENSOR)
+    dispatcher = make_layer(config).token_dispatcher
     assert dispatcher.expert_alignment == multiple
     x = tokens_of(rank)
     routing_map = torch.zeros(x[..., 0].numel(), EXPERTS, dtype=torch.bool, device=x.device)
     routing_map[:, [0, 5]] = True  # rank 0 and rank 2, two experts without tokens among theirs
     probs = torch.rand(routing_map.shape, requires_grad=True, device=x.device)
-    tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
-    sent = dispatcher.token_dispatch(tokens, weights)
+    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
     rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
     assert rows is sent[0] and permuted_probs is sent[1], "postprocess copies nothing"
     assert dispatcher.combine_preprocess(rows) is rows
@@ -274,11 +269,9 @@ def test_rows_are_padded_for_experts_that_need_it(rank: int, recipe: str, multip
     x, routing_map = x.flatten(0, 1), routing_map[:1].expand(length, -1)
     probs = torch.rand(length, EXPERTS, device=x.device) + 0.5
     x = torch.cat([x, x[:1] + 1])[:length]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "32")
-        tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
-        rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, weights))
-        output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
+    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
+    rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
     filled = -(-97 // multiple) * multiple
     assert counts.tolist() == {0: [filled, 0], 2: [0, filled]}.get(rank, [0, 0])
     if rank in (0, 2):

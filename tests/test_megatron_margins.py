@@ -107,7 +107,6 @@ def test_layers_of_two_passes_leave_multiprocessors(rank: int):
         unregister()
         assert vars(TransformerLayerSchedulePlan)["run"] is look
     margins._free_margins.cache_clear()
-    register()
 
 
 @on_ranks()

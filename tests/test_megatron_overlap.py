@@ -18,13 +18,12 @@ from megatron_layer import (
     difference,
     environment,
     error_of,
-    grads_of,
     make_config,
     make_layer,
     on_gpu,
     on_ranks,
-    random,
     run_layer,
+    step,
     tokens_of,
 )
 from test_megatron_experts import (
@@ -37,15 +36,16 @@ from test_megatron_experts import (
     ddp_of,
     iterations,
     make_grouped_layer,
+    note_parts,
     said,
-    step,
     switched_on,
     two_parts,
 )
+from test_megatron_recompute import MOE, Microbatch
 from test_megatron_schedule import OVERLAPPED, run_nodes
 from torch.utils.flop_counter import FlopCounterMode
 
-from ep_dispatcher.integrations.megatron import eligibility, experts, register, unregister
+from ep_dispatcher.integrations.megatron import experts, register, unregister
 from ep_dispatcher.moe import overlap
 
 HEAD = "ep_dispatcher runs dispatch and combine under the experts' GEMMs in"
@@ -58,15 +58,14 @@ def test_several_microbatches_in_flight(rank: int):
     for mode in (GROUPED_GEMMS, OVERLAP):
         with switched_on(mode), two_parts() as runs:
             layer = make_layer(make_config())
-            xs = [tokens_of(rank, number).requires_grad_() for number in range(3)]
-            outputs = [layer(x)[0] for x in xs]
+            flying = [Microbatch(layer, tokens_of(rank, number)) for number in range(3)]
+            found = {}
             for number in (1, 0, 2):
-                (outputs[number] * random(*xs[0].shape, seed=number)).sum().backward()
+                found |= {f"{name} {number}": one for name, one in flying[number].backward(may_wait=True).items()}
                 note = layer.token_dispatcher.buffer.note
                 assert note == f"layer 1, microbatch {number + 1}, backward", note
             assert len(runs) == (3 if mode == OVERLAP else 0)
-        found = {f"output {n}": y.detach() for n, y in enumerate(outputs)}
-        results.append(found | {f"input gradient {n}": x.grad for n, x in enumerate(xs)} | grads_of(layer))
+        results.append(found)
     assert_agree(*results)
 
 
@@ -75,10 +74,9 @@ def test_without_gradients(rank: int):
     with switched_on(OVERLAP), two_parts() as runs:
         layer = make_layer(make_config())
         wanted = step(layer, tokens_of(rank))["output"]
-        with torch.no_grad():
-            assert torch.equal(layer(tokens_of(rank))[0], wanted)
-        with torch.inference_mode():
-            assert torch.equal(layer(tokens_of(rank))[0], wanted)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                assert torch.equal(layer(tokens_of(rank))[0], wanted)
         assert len(runs) == 3
 
 
@@ -152,7 +150,12 @@ def test_experts_that_change_after_the_agreement(rank: int):
         layer.experts.forward = lambda rows, counts, probs: (rows, None)
         text = error_of(lambda: layer(tokens_of(rank)), RuntimeError)
         assert text.startswith("layer 1 has run in two parts of the tokens on all ranks"), text
+        assert "is not ep_dispatcher's" in text
         del layer.experts.forward
+        hook = layer.experts.register_forward_hook(lambda *given: None)
+        text = error_of(lambda: layer(tokens_of(rank)), RuntimeError)
+        assert text.startswith("layer 1 has run in two parts") and "has hooks (forward_hooks)" in text, text
+        hook.remove()
         assert_same_bits(step(layer, tokens_of(rank)), wanted)
         assert len(runs) == 2
         unregister()
@@ -164,7 +167,7 @@ def test_experts_that_change_after_the_agreement(rank: int):
 
 
 @on_ranks()
-def test_nodes_of_the_overlap_schedule(rank: int):
+def test_nodes_of_the_overlap_schedule(rank: int, monkeypatch):
     """1F1B overlap gives each step to a node of its schedule: there the experts communicate no more than before."""
     make = test_megatron_schedule.make_config
 
@@ -173,8 +176,8 @@ def test_nodes_of_the_overlap_schedule(rank: int):
         config.overlap_moe_expert_parallel_comm = True  # its checks want a GPU
         return config
 
-    with pytest.MonkeyPatch.context() as patch, switched_on(OVERLAP) as printed, two_parts() as runs:
-        patch.setattr(test_megatron_schedule, "make_config", for_the_schedule)
+    monkeypatch.setattr(test_megatron_schedule, "make_config", for_the_schedule)
+    with switched_on(OVERLAP) as printed, two_parts() as runs:
         run_nodes(rank, OURS, {}, OVERLAPPED)
     assert not runs
     lines = [line for line in printed.getvalue().splitlines() if HEAD in line]
@@ -216,15 +219,11 @@ def test_what_cannot_run_so_is_named_with_its_reason(rank: int):
 
 @pytest.mark.skipif(on_gpu(), reason="with a stand-in for the GPU's buffer")
 @on_ranks()
-def test_the_line_where_layers_overlap(rank: int):
+def test_the_line_where_layers_overlap(rank: int, monkeypatch):
     """As between nodes on GPUs; without a limit of rows the host waits, and the line says it."""
+    monkeypatch.setattr(overlap, "why_not", lambda buffer: None)
     for factor in (None, 4):
-        with (
-            switched_on(OVERLAP) as printed,
-            environment(rank_capacity_factor=factor),
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            patch.setattr(overlap, "why_not", lambda buffer: None)
+        with switched_on(OVERLAP) as printed, environment(rank_capacity_factor=factor):
             make_layer(make_config())(tokens_of(rank))
             waits = ". The host waits for the counts of each dispatch: --ep-dispatcher-rank-capacity-factor"
             waits += " is not given"
@@ -237,23 +236,20 @@ def test_the_line_where_layers_overlap(rank: int):
     [
         {},
         MOE_ACT,
-        dict(recompute_granularity="selective", recompute_modules=["moe"]),
+        MOE,
         dict(moe_shared_expert_intermediate_size=96, moe_shared_expert_overlap=True),
     ],
     ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
 )
 @pytest.mark.parametrize("factor", [None, exhaustive(2)], ids=["counted", "limited rows"])
 @on_ranks()
-def test_dispatch_and_combine_under_the_gemms(rank: int, settings: dict, factor: int | None):
+def test_dispatch_and_combine_under_the_gemms(rank: int, monkeypatch, settings: dict, factor: int | None):
     """In bfloat16, with enough tokens, between nodes: dispatch and combine do run under the GEMMs."""
-    calls, call = [], overlap.mlp_in_parts
-    results = []
+    results, runs = [], note_parts(monkeypatch)
     large = dict(hidden_size=256, moe_ffn_hidden_size=192, bf16=True, params_dtype=torch.bfloat16)
     variables = dict(max_tokens_per_rank=3000, rank_capacity_factor=factor, EP_DISPATCHER_RANKS_PER_NODE="1")
     for mode in (GROUPED_GEMMS, OVERLAP):
-        with switched_on(mode) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.bfloat16,))
-            patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: calls.append(1) or call(*given, **options))
+        with switched_on(mode, dtypes=(torch.bfloat16,)) as printed, environment(**variables):
             by_autograd = "moe_shared_expert_intermediate_size" in settings
             if by_autograd:
                 config = make_config(**large, **settings)
@@ -266,10 +262,8 @@ def test_dispatch_and_combine_under_the_gemms(rank: int, settings: dict, factor:
             found = {}
             ddp.zero_grad_buffer()
             for number in range(3):
-                x = tokens_of(rank, number, 1100 - 37 * rank, torch.bfloat16, 256).requires_grad_()
-                output = ddp(x)[0]
-                (output * random(*x.shape, seed=number, dtype=output.dtype)).sum().backward()
-                found |= {f"output {number}": output.detach(), f"input gradient {number}": x.grad}
+                x = tokens_of(rank, number, 1100 - 37 * rank, torch.bfloat16, 256)
+                found |= {f"{name} {number}": one for name, one in step(ddp, x, number).items()}
             if not on_gpu():  # gloo reduces no gradients there
                 ddp.finish_grad_sync()
             layer.token_dispatcher.buffer.check()
@@ -280,6 +274,6 @@ def test_dispatch_and_combine_under_the_gemms(rank: int, settings: dict, factor:
         assert difference(two, one) < (2**-8 if by_autograd else 1e-4), key
     assert_same_bits(*results)
     recomputed = "moe" in settings.get("recompute_modules", ())
-    assert len(calls) == ((6 if recomputed else 3) if on_gpu() else 0)
+    assert len(runs) == ((6 if recomputed else 3) if on_gpu() else 0)
     if on_gpu():
         assert rank > 0 or said(printed, HEAD).startswith(f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens")

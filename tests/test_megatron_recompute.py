@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_layer import (
     assert_agree,
     assert_same_bits,
+    checkpointed,
     environment,
     error_of,
     grads_of,
@@ -19,7 +20,9 @@ from megatron_layer import (
     make_layer,
     on_gpu,
     on_ranks,
+    outcome,
     random,
+    step,
     tokens_of,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,23 +78,13 @@ def plans_kept() -> int:
     return sum(type(one) is recompute.Kept for one in gc.get_objects())
 
 
-def apply(function, x):
-    return function(x)
-
-
-def checkpointed(function, x):
-    from megatron.core.tensor_parallel import checkpoint
-
-    return checkpoint(function, False, x)
-
-
 class Microbatch:
     """A forward pass whose backward comes later."""
 
-    def __init__(self, layer, x, run=apply):
+    def __init__(self, layer, x, run=None):
         self.layer, self.x = layer, x.clone().requires_grad_()
-        run = checkpointed if layer.config.recompute_granularity == "full" else run
-        self.output = run(lambda x: layer(x)[0], self.x)
+        run = run or (checkpointed(layer) if layer.config.recompute_granularity == "full" else layer)
+        self.output = run(self.x)[0]
 
     def backward(self, may_wait: bool = False) -> dict:
         """Return the output and all gradients of this microbatch alone. may_wait: the host, for a GPU"""
@@ -102,11 +95,10 @@ class Microbatch:
         return {"output": self.output.detach(), "input gradient": self.x.grad} | grads_of(self.layer)
 
 
-def one_by_one(xs, change=lambda layer: None) -> list[dict]:
+def one_by_one(xs) -> list[dict]:
     """Every microbatch alone through a layer without recompute."""
     layer = make_layer(make_config())
-    change(layer)
-    return [Microbatch(layer, x).backward() for x in xs]
+    return [outcome(layer, x) for x in xs]
 
 
 EVEN = [[(0, 12), (1, 12), (2, 12)]] * 2
@@ -120,45 +112,24 @@ GRANULARITY = pytest.mark.parametrize("settings", [MOE, FULL], ids=["moe", "full
 
 @GRANULARITY
 @pytest.mark.parametrize(
-    "tokens, order",
+    "tokens, order, more",
     [
-        (EVEN, "AaBbCc"),
-        (EVEN, "ABaCbc"),  # 1F1B
-        (EVEN, "ABCcba"),
-        (TWINS, "ABCabc"),
-        (UNEVEN, "ABCbca"),
-        (EMPTY_ON_RANK_1, "ABbaCc"),
+        (EVEN, "AaBbCc", {}),
+        (EVEN, "ABaCbc", {}),  # 1F1B
+        (EVEN, "ABCcba", {}),
+        (TWINS, "ABCabc", {}),
+        (UNEVEN, "ABCbca", {}),
+        (EMPTY_ON_RANK_1, "ABbaCc", {}),
+        (UNEVEN, "ABCabc", dict(variable_seq_lengths=True)),  # nor do ranks agree on sizes in a recompute
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @on_ranks()
-def test_a_recompute_uses_the_plan_of_its_forward_pass(rank, tokens, order, settings):
+def test_a_recompute_uses_the_plan_of_its_forward_pass(rank, tokens, order, more, settings):
     """``order``: microbatches by letter, a capital for the forward pass."""
-    run_order(rank, tokens, order, settings)
-
-
-@on_ranks()
-def test_in_a_checkpoint_of_the_caller_too(rank):
-    from torch.utils.checkpoint import checkpoint
-
-    x = tokens_of(rank)
-    (wanted,) = one_by_one([x])
-    run = partial(checkpoint, use_reentrant=False, context_fn=ep.recompute_contexts)
-    flying = Microbatch(make_layer(make_config()), x, run)
-    with dispatches() as seen:
-        assert_same_bits(flying.backward(), wanted)
-    assert seen == ["r"] and not plans_kept()
-
-
-@on_ranks()
-def test_nor_do_ranks_agree_on_sizes_in_a_recompute(rank):
-    run_order(rank, UNEVEN, "ABCabc", MOE | dict(variable_seq_lengths=True))
-
-
-def run_order(rank: int, tokens: list, order: str, settings: dict) -> None:
     xs = [tokens_of(rank, step, length) for step, length in tokens[rank]]
     wanted = one_by_one(xs)
-    layer = make_layer(make_config(**settings))
+    layer = make_layer(make_config(**settings, **more))
     found, flying = {}, {}
     with dispatches() as seen:
         for letter in order:
@@ -173,6 +144,20 @@ def run_order(rank: int, tokens: list, order: str, settings: dict) -> None:
     assert not plans_kept(), "a plan is kept that nobody comes back for"
 
 
+@on_ranks()
+def test_in_a_checkpoint_of_the_caller_too(rank):
+    from torch.utils.checkpoint import checkpoint
+
+    x = tokens_of(rank)
+    (wanted,) = one_by_one([x])
+    layer = make_layer(make_config())
+    run = partial(checkpoint, layer, use_reentrant=False, context_fn=ep.recompute_contexts)
+    flying = Microbatch(layer, x, run)
+    with dispatches() as seen:
+        assert_same_bits(flying.backward(), wanted)
+    assert seen == ["r"] and not plans_kept()
+
+
 class Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -180,7 +165,7 @@ class Observer(TorchDispatchMode):
 
 @pytest.mark.parametrize("rank_1", ["in parts", "observed", "changed"])
 @on_ranks()
-def test_parts_use_the_plans_of_their_forward_pass(rank: int, rank_1: str):
+def test_parts_use_the_plans_of_their_forward_pass(rank: int, monkeypatch, rank_1: str):
     """The experts run dispatch and combine, in two parts of the tokens. Rank 1 may do so in other ways."""
     from test_megatron_experts import OVERLAP, switched_on, two_parts
 
@@ -201,7 +186,7 @@ def test_parts_use_the_plans_of_their_forward_pass(rank: int, rank_1: str):
             stack.enter_context(Observer())
         if rank == 1 and rank_1 == "changed":
             layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *given: None)
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(operation, "run_dispatch", note)
+        monkeypatch.setattr(operation, "run_dispatch", note)
         flying = [Microbatch(layer, x) for x in xs]
         assert has_plan == [False] * 4
         found = [one.backward(may_wait=True) for one in flying]  # loops over experts in float32 do
@@ -220,7 +205,7 @@ class Two(torch.nn.Module):
     def forward(self, x):
         for layer in (*self.layers, self.layers[1]):
             x = layer(x)[0]
-        return x
+        return x, None
 
 
 @pytest.mark.parametrize(
@@ -229,12 +214,11 @@ class Two(torch.nn.Module):
 @on_ranks()
 def test_layers_in_one_checkpoint_and_checkpoints_in_checkpoints(rank: int, settings: dict, outer: bool):
     results = []
-    for inner, run in (({}, apply), (settings, checkpointed if outer else apply)):
-        layers, x = Two(inner), tokens_of(rank).requires_grad_()
+    for inner, is_around in (({}, False), (settings, outer)):
+        layers = Two(inner)
         with dispatches() as seen:
-            output = run(layers, x)
-            output.square().sum().backward()
-        results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layers))
+            found = step(checkpointed(layers) if is_around else layers, tokens_of(rank))
+        results.append(found | grads_of(layers))
     assert seen == ["p"] * 3 + ["r"] * 3 * (outer + bool(settings))  # each checkpoint around a layer runs it again
     assert_same_bits(results[1], results[0])
 
@@ -251,15 +235,12 @@ def test_other_experts_in_a_recompute_are_an_error_that_names_layer_and_microbat
         layer.router.weight.data.neg_()
 
     def act() -> None:
-        try:
-            flying[0].backward()
-            buffer.check()
-        finally:
-            if rank == 1:
-                buffer.destroy()  # so that rank 0 does not wait for this rank
+        flying[0].backward()
+        buffer.check()
 
     if rank == 1:
         text = error_of(act)
+        buffer.destroy()  # so that rank 0 does not wait for this rank
         assert text.startswith("layer 3, microbatch 2, recompute: topk_idx["), text
     elif on_gpu():
         with contextlib.suppress(ep.PeerTimeoutError):  # unless rank 1 comes as far as check()
@@ -270,18 +251,14 @@ def test_other_experts_in_a_recompute_are_an_error_that_names_layer_and_microbat
 
 @GRANULARITY
 @on_ranks()
-def test_another_number_of_tokens_in_a_recompute_is_an_error(rank: int, settings: dict):
+def test_another_number_of_tokens_in_a_recompute_is_an_error(rank: int, monkeypatch, settings: dict):
     layer = make_layer(make_config(**settings), layer_number=3)
     flying = Microbatch(layer, tokens_of(rank))
     route = layer.router.forward
-
-    def drop_a_token(*args, **kwargs):
-        return tuple(part[:-1] for part in route(*args, **kwargs))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer.router, "forward", drop_a_token)
-        patch.setattr(type(layer.token_dispatcher), "dispatch_preprocess", without_checks)
-        text = error_of(flying.backward)
+    monkeypatch.setattr(layer.router, "forward", lambda *given, **options: [t[:-1] for t in route(*given, **options)])
+    monkeypatch.setattr(type(layer.token_dispatcher), "dispatch_preprocess", without_checks)
+    text = error_of(flying.backward)
+    monkeypatch.undo()
     assert text.startswith("layer 3, microbatch 1, recompute: topk_idx: given 23 tokens, allowed: 24 tokens"), text
     Microbatch(layer, tokens_of(rank)).backward()  # nothing was sent
 
@@ -354,9 +331,8 @@ def test_a_recompute_after_the_buffers_are_gone_plans_anew(rank: int):
     layer = make_layer(make_config(**MOE))
     flying = Microbatch(layer, tokens_of(rank))
     destroy_buffers()
-    loss = flying.output.sum()
     with dispatches() as seen:
-        loss.backward()
+        flying.output.sum().backward()
     assert seen == ["p"] and layer.token_dispatcher._where == "layer 1, recompute after microbatch 1"
 
 
@@ -371,10 +347,10 @@ def test_without_recompute_no_plan_is_kept(rank: int):
 
 
 @on_ranks()
-def test_transformer_engines_checkpoint_too(rank: int):
+def test_transformer_engines_checkpoint_too(rank: int, monkeypatch):
     """Megatron calls it for FP8. It stands for itself here: reentrant, and it looks into modules."""
     te = types.ModuleType("transformer_engine.pytorch.distributed")
-    given = []
+    given: list = []
 
     def checkpoint(function, *args, **kwargs):
         given.append(function)
@@ -383,15 +359,12 @@ def test_transformer_engines_checkpoint_too(rank: int):
     te.checkpoint = checkpoint
     pytorch = types.ModuleType("transformer_engine.pytorch")
     pytorch.distributed = te
-    settings = dict(register().settings)
+    for module in (types.ModuleType("transformer_engine"), pytorch, te):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     unregister()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (types.ModuleType("transformer_engine"), pytorch, te):
-            patch.setitem(sys.modules, module.__name__, module)
-        assert any(text.startswith(f"{te.__name__}.checkpoint: ") for text in register().replaced)
-        module = torch.nn.Identity()
-        assert te.checkpoint(lambda x, *, y: x + y, 1, y=2) == 3 and te.checkpoint(module, 4) == 4
-        unregister()
-        assert te.checkpoint is checkpoint
-    register(**settings)
+    assert any(text.startswith(f"{te.__name__}.checkpoint: ") for text in register().replaced)
+    module = torch.nn.Identity()
+    assert te.checkpoint(lambda x, *, y: x + y, 1, y=2) == 3 and te.checkpoint(module, 4) == 4
+    unregister()
+    assert te.checkpoint is checkpoint
     assert [type(one) for one in given] == [Checkpointed, torch.nn.Identity]
