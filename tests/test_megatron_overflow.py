@@ -5,6 +5,7 @@ import io
 import random
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_layer import Layout, environment, error_of, make_config, on_gpu, on_ranks
+from megatron_layer import Layout, assert_same_bits, environment, error_of, make_config, on_gpu, on_ranks
 
 from ep_dispatcher.errors import TooFewRowsError
 from ep_dispatcher.integrations.megatron import capacity, graphs, limits, overflow, repeated_steps
@@ -20,11 +21,10 @@ from ep_dispatcher.integrations.megatron import capacity, graphs, limits, overfl
 pytestmark = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
 
 VOCABULARY, LENGTH, MICROBATCHES, BATCH = 64, 16, 4, 4
-STEPS, EVALUATE_AFTER = 10, 4
+STEPS, EVALUATE_AFTER = 6, 3
 HALF, ALL = 0.6, 1.0  # share of the tokens that go to experts 0 and 1, both of the first rank of a group
-SKEWED = {3: HALF, 7: ALL}
+SKEWED = {2: HALF, 5: ALL}
 ENOUGH = 4.0
-
 
 MODEL = dict(
     num_layers=4,
@@ -72,12 +72,9 @@ class Skew:
 
 @dataclass
 class Job:
-    """What a job gives: losses, logged values, evaluations, and what it has trained."""
+    """What a job gives. Its tensors: losses, logged values, evaluations, weights and the next random numbers."""
 
-    losses: list = field(default_factory=list)
-    logged: list = field(default_factory=list)
-    evaluated: list = field(default_factory=list)
-    state: dict = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     printed: str = ""
     repeated: int = 0
 
@@ -154,63 +151,67 @@ def logged_values() -> dict:
     return values
 
 
+@dataclass
+class Training:
+    """A model, what skews its routing, a step of Megatron's schedule, and what is printed."""
+
+    model: torch.nn.Module
+    skew: Skew
+    step: Callable[..., list]
+    printed: io.StringIO
+
+
 @contextlib.contextmanager
-def schedules_on_cpu():
+def training(factor: float = 1.35, is_skewed: bool = True, num_microbatches: int = 1, **settings):
     from megatron.core.pipeline_parallel import schedules
 
-    with pytest.MonkeyPatch.context() as patch:
+    capacity.grown = 0.0
+    with (
+        environment(experts="auto", rank_capacity_factor=factor, max_tokens_per_rank=BATCH * LENGTH),
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         patch.setattr(schedules, "torch", OnCpu())
-        yield schedules.get_forward_backward_func()
+        model = make_model(**settings)
+        given = dict(forward_step_func=forward_step, data_iterator=[batches()], model=[model], seq_length=LENGTH)
+        given |= dict(num_microbatches=num_microbatches, micro_batch_size=BATCH)
+        step = partial(schedules.get_forward_backward_func(), **given)
+        yield Training(model, Skew(model, is_skewed), step, printed)
 
 
 def run_job(rank: int, factor: float, skewed=SKEWED, ranks=None, evaluates: bool = False, **settings) -> Job:
     job, before = Job(), repeated_steps()
-    capacity.grown = 0.0
-    printed = io.StringIO()
-    with (
-        environment(experts="auto", rank_capacity_factor=factor, max_tokens_per_rank=BATCH * LENGTH),
-        schedules_on_cpu() as schedule,
-        contextlib.redirect_stdout(printed),
-    ):
-        model = make_model(**settings)
-        skew = Skew(model, ranks is None or rank in ranks)
+    with training(factor, ranks is None or rank in ranks, MICROBATCHES, **settings) as of:
+        model = of.model
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         random.seed(3 + rank), np.random.seed(4 + rank)
-        data = batches()
-        common = dict(forward_step_func=forward_step, data_iterator=[data], model=[model], seq_length=LENGTH)
-        common |= dict(num_microbatches=MICROBATCHES, micro_batch_size=BATCH)
         for step in range(1, STEPS + 1):
             model.zero_grad_buffer()
             optimizer.zero_grad()
-            skew.share = skewed.get(step, 0.0)
-            job.losses += [one["lm loss"] for one in schedule(**common)]
-            job.logged.append(logged_values())
+            of.skew.share = skewed.get(step, 0.0)
+            job.tensors |= losses_of(f"step {step}", of.step())
+            job.tensors |= {f"{name} of step {step}": one for name, one in logged_values().items()}
             for parameter in model.parameters():
                 parameter.grad = parameter.main_grad
             optimizer.step()
             if evaluates and step == EVALUATE_AFTER:
                 grads = [parameter.main_grad.clone() for parameter in model.parameters()]
-                skew.share = ALL
+                of.skew.share = ALL
                 model.eval()
                 with torch.no_grad():
-                    job.evaluated += [one["lm loss"] for one in schedule(**common, forward_only=True)]
+                    job.tensors |= losses_of("an evaluation", of.step(forward_only=True))
                 model.train()
                 assert all(map(torch.equal, grads, (one.main_grad for one in model.parameters())))
                 logged_values()
-        job.state = {name: one.clone() for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
-        job.state |= {"random": torch.tensor(random.random()), "numpy": torch.tensor(np.random.rand())}
-        job.state |= {"torch": torch.rand(1)}
-    job.printed, job.repeated = printed.getvalue(), repeated_steps() - before
+        job.tensors |= {name: one.clone() for name, one in model.state_dict().items() if torch.is_tensor(one)}
+        numbers = dict(host=torch.tensor(random.random()), numpy=torch.tensor(np.random.rand()), torch=torch.rand(1))
+        job.tensors |= {f"next random number of {name}": one for name, one in numbers.items()}
+    job.printed, job.repeated = of.printed.getvalue(), repeated_steps() - before
     return job
 
 
-def assert_same(got: Job, wanted: Job) -> None:
-    assert len(got.losses) == len(wanted.losses) and all(map(torch.equal, got.losses, wanted.losses))
-    assert all(map(torch.equal, got.evaluated, wanted.evaluated)) and len(got.evaluated) == len(wanted.evaluated)
-    for one, other in zip(got.logged, wanted.logged, strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), (one, other)
-    assert got.state.keys() == wanted.state.keys()
-    assert [name for name in got.state if not torch.equal(got.state[name], wanted.state[name])] == []
+def losses_of(what: str, of_microbatches: list[dict]) -> dict[str, torch.Tensor]:
+    return {f"loss of {what}, microbatch {number}": one["lm loss"] for number, one in enumerate(of_microbatches)}
 
 
 EXPERT_BIAS = dict(
@@ -238,33 +239,25 @@ def test_steps_with_too_many_rows_run_again(rank: int, layout: Layout, small: fl
     got = run_job(rank, small, **settings)
     lines = [line for line in got.printed.splitlines() if "runs this step again" in line]
     assert got.repeated == 2 and len(lines) == 2 * (rank == 0), lines or got.repeated
-    assert_same(got, wanted)
-    if rank == 0:
-        assert f"rank capacity factor {small:g} has room for" in lines[0] and all(
-            "Repeated steps: " in line for line in lines
-        )
-
-
-def first_group() -> list[int]:
-    from megatron.core import parallel_state
-
-    return (
-        dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()) if dist.get_rank() == 0 else []
-    )
+    assert_same_bits(got.tensors, wanted.tensors)
+    assert all("Repeated steps: " in line for line in lines)
+    assert rank > 0 or f"rank capacity factor {small:g} has room for" in lines[0]
 
 
 @on_ranks(4, Layout(ep=2))
 def test_groups_without_too_many_rows_run_again_too(rank: int):
     """Of two expert parallel groups one has too many rows, in steps and in an evaluation."""
-    ranks = [first_group()]
+    from megatron.core import parallel_state
+
+    ranks = [dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())]
     dist.broadcast_object_list(ranks)
     assert len(ranks[0]) == 2
-    given = dict(skewed={3: HALF}, ranks=ranks[0], evaluates=True)
+    given = dict(skewed={2: HALF}, ranks=ranks[0], evaluates=True)
     wanted = run_job(rank, ENOUGH, **given)
     got = run_job(rank, 1.35, **given)
-    assert wanted.evaluated and (got.repeated, wanted.repeated) == (2, 0)
+    assert (got.repeated, wanted.repeated) == (2, 0) and any("evaluation" in name for name in wanted.tensors)
     assert [got.printed.count(f"runs this {kind} again") for kind in ("step", "evaluation step")] == [rank == 0] * 2
-    assert_same(got, wanted)
+    assert_same_bits(got.tensors, wanted.tensors)
 
 
 @on_ranks(2)
@@ -278,36 +271,25 @@ def test_other_errors_are_raised(rank: int):
         next(batch_of)
         raise Fault
 
-    with environment(experts="auto", rank_capacity_factor=1.35, max_tokens_per_rank=BATCH * LENGTH):
-        with schedules_on_cpu() as schedule, contextlib.redirect_stdout(io.StringIO()):
-            model, data, before = make_model(), batches(), repeated_steps()
-            skew = Skew(model, True)
-            given = dict(model=model, data_iterator=data, num_microbatches=2, micro_batch_size=BATCH, seq_length=LENGTH)
-            error_of(lambda: schedule(forward_step_func=broken, **given), Fault)
-            assert capacity.found is None
-            skew.share = ALL
-            schedule(forward_step_func=forward_step, **given)
-            assert repeated_steps() == before + 1 and capacity.grown == 2.2
+    with training(num_microbatches=2) as of:
+        before = repeated_steps()
+        error_of(lambda: of.step(forward_step_func=broken), Fault)
+        assert capacity.found is None
+        of.skew.share = ALL
+        of.step()
+        assert repeated_steps() == before + 1 and capacity.grown == 2.2
         capacity.grown = 0.0
         with pytest.raises(TooFewRowsError, match="2 is enough"):  # a loop of one's own
-            skew.share = ALL
-            forward_step(data, model)
+            forward_step(batches(), of.model)
 
 
 @on_ranks(2)
-def test_a_capacity_that_does_not_reach_a_layer_is_an_error(rank: int):
+def test_a_capacity_that_does_not_reach_a_layer_is_an_error(rank: int, monkeypatch):
     """Where a layer keeps its rows, as in graphs that cannot be captured again, the step does not run for ever."""
-    limited = dict(experts="auto", rank_capacity_factor=1.35, max_tokens_per_rank=BATCH * LENGTH)
-    with environment(**limited), schedules_on_cpu() as schedule, pytest.MonkeyPatch.context() as patch:
-        model = make_model()
-        skew = Skew(model, True)
-        skew.share = ALL
-        patch.setattr(limits, "max_rows_by_factor", lambda *given: 150)
-        given = dict(
-            model=model, data_iterator=batches(), num_microbatches=1, seq_length=LENGTH, micro_batch_size=BATCH
-        )
-        with contextlib.redirect_stdout(io.StringIO()):
-            text = error_of(lambda: schedule(forward_step_func=forward_step, **given), RuntimeError)
+    with training() as of:
+        of.skew.share = ALL
+        monkeypatch.setattr(limits, "max_rows_by_factor", lambda *given: 150)
+        text = error_of(of.step, RuntimeError)
     assert "layer 4 needs 256 rows" in text and "cannot capture again" in text
 
 
@@ -335,50 +317,45 @@ class Helper:
 
 
 @on_ranks(2)
-def test_graphs_are_captured_again(rank: int):
+def test_graphs_are_captured_again(rank: int, monkeypatch):
     """A capacity that grows discards all graphs. Transformer Engine captures before the next step that trains."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper as Whole
     from megatron.core.transformer import cuda_graphs
 
     create = cuda_graphs.TECudaGraphHelper.create_cudagraphs
     assert create.__code__ is graphs.note_helper(Helper.create_cudagraphs).__code__, "registered"
-    limited = dict(experts="auto", rank_capacity_factor=1.35, max_tokens_per_rank=BATCH * LENGTH)
-    with environment(**limited), schedules_on_cpu() as schedule, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "are_used", True)
-        model = make_model(use_distributed_optimizer=True, overlap_param_gather=True)
-        skew = Skew(model, True)
+    monkeypatch.setattr(graphs, "are_used", True)
+    with training(use_distributed_optimizer=True, overlap_param_gather=True) as of:
+        model = of.model
         helper, manager = Helper(model), torch.nn.Module.__new__(cuda_graphs.CudaGraphManager)
         torch.nn.Module.__init__(manager)
         model.disable_forward_pre_hook(param_sync=False)
         model.module.manager, manager.cudagraph_runners = manager, ["captured"]
         graphs.note_helper(Helper.create_cudagraphs)(helper)
         model.enable_forward_pre_hook()
-        patch.setitem(Whole.cuda_graph, "training", "captured")
-        patch.setitem(Whole.result, "training", "a result")
-        patch.setitem(Whole.curr_iteration, "training", 9)
-        patch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created", True)
-        common = dict(forward_step_func=forward_step, model=model, data_iterator=batches(), num_microbatches=1)
-        common |= dict(seq_length=LENGTH, micro_batch_size=BATCH)
-        with contextlib.redirect_stdout(io.StringIO()):
-            schedule(**common)
-            assert helper.did == ["create"] and manager.cudagraph_runners
-            skew.share = HALF
-            with torch.no_grad():
-                schedule(**common, forward_only=True)
-            assert helper.did == ["create", "delete"], "an evaluation captures nothing"
-            assert (Whole.cuda_graph["training"], Whole.result["training"]) == (None, None)
-            assert Whole.curr_iteration["training"] == 0 and not manager.cudagraph_runners
-            assert not cuda_graphs._CudagraphGlobalRecord.cudagraph_created
-            skew.share = 0
-            model.zero_grad_buffer()
-            schedule(**common)
-            assert helper.did[2:] == ["create", "hooks"]
-            skew.share = ALL
-            model.zero_grad_buffer()
-            schedule(**common)
-            assert helper.did[4:] == ["delete", "create", "hooks"], "before the step runs again"
-            graphs.capture_again()
-            assert len(helper.did) == 7
+        monkeypatch.setitem(Whole.cuda_graph, "training", "captured")
+        monkeypatch.setitem(Whole.result, "training", "a result")
+        monkeypatch.setitem(Whole.curr_iteration, "training", 9)
+        monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created", True)
+        of.step()
+        assert helper.did == ["create"] and manager.cudagraph_runners
+        of.skew.share = HALF
+        with torch.no_grad():
+            of.step(forward_only=True)
+        assert helper.did == ["create", "delete"], "an evaluation captures nothing"
+        assert (Whole.cuda_graph["training"], Whole.result["training"]) == (None, None)
+        assert Whole.curr_iteration["training"] == 0 and not manager.cudagraph_runners
+        assert not cuda_graphs._CudagraphGlobalRecord.cudagraph_created
+        of.skew.share = 0
+        model.zero_grad_buffer()
+        of.step()
+        assert helper.did[2:] == ["create", "hooks"]
+        of.skew.share = ALL
+        model.zero_grad_buffer()
+        of.step()
+        assert helper.did[4:] == ["delete", "create", "hooks"], "before the step runs again"
+        graphs.capture_again()
+        assert len(helper.did) == 7
 
 
 def test_the_counter_goes_to_megatrons_logs(monkeypatch):
