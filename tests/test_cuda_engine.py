@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from test_dispatch_combine import Case, Received, assert_step, check_case, expected_of, expert_rows, make_inputs, to
+from test_dispatch_combine import Case, assert_step, check_case, expected_of, expert_rows, make_inputs, to
 from test_dispatch_combine import make_buffer as buffer_of
 
 import ep_dispatcher as ep
@@ -222,20 +222,15 @@ def test_errors_that_the_device_finds(rank):
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 132])
-def test_any_number_of_multiprocessors(pools, num_sms):
+@on_ranks(2)
+def test_any_number_of_multiprocessors(rank, num_sms):
     case = Case(2, 2, torch.bfloat16, num_topk=3, experts_per_rank=3, alignment=8, tokens="many")
-    given = make_inputs(case)
-    ranks = pools(2).run(run_on, case, given, num_sms)
-    for rank, (right, (right_x, _)) in enumerate(expected_of(case, given, None)):
-        assert_step(ranks[rank], (right, (right_x, None)), f"rank {rank}")
-
-
-def run_on(rank: int, case: Case, given, num_sms: int):
-    device = device_of("cuda", rank)
+    given, device = make_inputs(case), device_of("cuda", rank)
+    right, (right_x, _) = expected_of(case, given, None)[rank]
     with buffer_of(case, "cuda", 2500, num_sms=num_sms) as buffer:
         out = buffer.dispatch(*given.on(rank, device), expert_alignment=case.alignment)
-        y, _ = expert_rows(case, out, rank)
-        return Received.of(out), (buffer.combine(to(device, y), out.handle).x, None)
+        y, _ = to(device, expert_rows(case, out, rank))
+        assert_step((out, (buffer.combine(y, out.handle).x, None)), (right, (right_x, None)), f"rank {rank}")
 
 
 @pytest.mark.parametrize(

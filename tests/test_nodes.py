@@ -291,11 +291,13 @@ def test_every_step_over_a_paced_wire(pools, engine, num_ranks, ranks_per_node, 
 # ---- the peer wire, and who may form nodes --------------------------------------------------------------------------
 
 
-def pace(rank: int, engine: str, case: Case, gb_per_s: float, leaves: bool) -> float:
-    """The time of a cached dispatch, over the time that its rows take to cross.
-
-    With ``leaves``: the time until destroy() has ended a dispatch, over the same.
-    """
+@cuda
+@needs_pace
+@pytest.mark.parametrize("gb_per_s,leaves", [(0.01, False), (0.0001, True)])  # 60 ms for the rows, or 6 s
+@on_ranks(2)
+def test_a_paced_wire_takes_as_long_as_it_says_and_is_left_at_once(rank, engine, gb_per_s, leaves):
+    """The time of a cached dispatch, or until destroy() has ended a dispatch, beside that of the rows to cross."""
+    case = Case(2, 1, **SMALL)
     device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
     x, idx, _ = given.on(rank, device)
     least = sum(least_rows(case, given.topk_idx[rank], rank)) * case.hidden * 2 / gb_per_s / 1e9
@@ -315,22 +317,8 @@ def pace(rank: int, engine: str, case: Case, gb_per_s: float, leaves: bool) -> f
             begin = time.monotonic()
             buffer.dispatch(x, handle=out.handle)
             buffer.check()
-        return (time.monotonic() - begin) / least
-
-
-@cuda
-@needs_pace
-def test_a_paced_wire_takes_as_long_as_it_says(pools, engine):
-    gb_per_s = 0.01  # 60 ms for the rows
-    ratios = pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, False)
-    assert min(ratios) > 0.98 and max(ratios) < 1.5
-
-
-@cuda
-@needs_pace
-def test_a_rank_leaves_a_paced_wire_at_once(pools, engine):
-    gb_per_s = 0.0001  # 6 s for the rows
-    assert max(pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, True)) < 0.5
+        ratio = (time.monotonic() - begin) / least
+        assert ratio < 0.5 if leaves else 0.98 < ratio < 1.5
 
 
 @cuda

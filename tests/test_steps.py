@@ -124,9 +124,10 @@ def full_step(rank: int, engine: str, case: Case, inputs: Inputs, buffer: ep.Buf
     yield Received.of(out), (combined.x, combined.topk_weights)
 
 
-def interleave(rank: int, engine: str, cases: list[Case], inputs: list[Inputs], buffer_of: list[int], order: list[int]):
+def interleave(rank: int, engine: str, cases: list[Case], buffer_of: list[int], order: list[int]) -> None:
     """Advance the steps in ``order``, where several of them may share a buffer."""
     device_of(engine, rank)
+    inputs = [make_inputs(case, seed=i) for i, case in enumerate(cases)]
     buffers, results = {}, [None] * len(cases)
     for case, b in zip(cases, buffer_of):
         if b not in buffers:
@@ -138,18 +139,12 @@ def interleave(rank: int, engine: str, cases: list[Case], inputs: list[Inputs], 
         results[i] = next(steps[i])
     for b in reversed(buffers):
         buffers[b].destroy()
-    return results
-
-
-def check_interleaved(pools, engine: str, cases: list[Case], buffer_of: list[int], order: list[int]) -> None:
-    inputs = [make_inputs(case, seed=i) for i, case in enumerate(cases)]
-    ranks = pools(cases[0].num_ranks).run(interleave, engine, cases, inputs, buffer_of, order)
     for i, (case, given) in enumerate(zip(cases, inputs)):
-        for rank, expected in enumerate(expected_of(case, given, fixed_rows(case))):
-            assert_step(ranks[rank][i], expected, f"rank {rank}, step {i}")
+        assert_step(results[i], expected_of(case, given, fixed_rows(case))[rank], f"rank {rank}, step {i}")
 
 
-def test_buffers_do_not_disturb_each_other(pools, engine):
+@on_ranks(4)
+def test_buffers_do_not_disturb_each_other(rank, engine):
     """Four buffers of different shapes in one process, their operations interleaved."""
     cases = [
         Case(4, 2, torch.bfloat16, num_topk=3, hidden=1000, tokens="uneven"),
@@ -157,12 +152,13 @@ def test_buffers_do_not_disturb_each_other(pools, engine):
         Case(4, 1, torch.float16, num_topk=8, experts_per_rank=8, alignment=8, routing="masked"),
         Case(4, 2, torch.bfloat16, num_topk=2, hidden=512, layout="rank", routing="skewed", tokens="uneven"),
     ]
-    check_interleaved(pools, engine, cases, buffer_of=[0, 1, 2, 3], order=[0, 1, 2, 0, 3, 1, 3, 2, 3, 2, 1, 0])
+    interleave(rank, engine, cases, buffer_of=[0, 1, 2, 3], order=[0, 1, 2, 0, 3, 1, 3, 2, 3, 2, 1, 0])
 
 
 @pytest.mark.parametrize("recv", ["counted", "spare"])
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node, recv):
+@on_ranks(4)
+def test_handles_outlive_later_dispatches(rank, engine, ranks_per_node, recv):
     """Several steps of one buffer are under way at once; the last dispatched is the first combined."""
     shape = dict(num_topk=3, experts_per_rank=3, dtype=torch.bfloat16, recv=recv)
     cases = [
@@ -171,8 +167,7 @@ def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node, recv):
         Case(4, ranks_per_node, **shape, alignment=8, routing="skewed"),
         Case(4, ranks_per_node, **shape, routing="empty"),
     ]
-    order = [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
-    check_interleaved(pools, engine, cases, buffer_of=[0, 0, 0, 0], order=order)
+    interleave(rank, engine, cases, buffer_of=[0, 0, 0, 0], order=[0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
