@@ -106,7 +106,7 @@ def operations(case: Case, tiles: list) -> Iterator[tuple[str, Sides]]:
     sums = torch.zeros(case.experts, case.n, case.k, device=DEVICE)
 
     def grad_weights(to: torch.Tensor, accumulate: bool) -> torch.Tensor:
-        grouped_gemm.linear_grad_weights(grad, rows, ends, list(to), accumulate=accumulate)
+        grouped_gemm.linear_grad_weights([(grad, rows, ends)], list(to), accumulate=accumulate)
         return to
 
     grad_w = lambda: F.grouped_mm(grad.t(), rows, offs=ends)  # noqa: E731

@@ -26,7 +26,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.grouped_gemm import Matrices, groups, stack_bias
+from ep_dispatcher.moe.grouped_gemm import Matrices, bias_of, groups, stack_bias
 
 E4M3 = torch.float8_e4m3fn
 
@@ -77,16 +77,15 @@ def linear(
     rows, scales = pair
     out = rows.new_empty(rows.shape[0], weights.rows[0].shape[0], dtype=torch.bfloat16)
     if has_kernels(rows):
-        stacked = None if bias is None else stack_bias(bias)
-        kernels().multiply(rows, scales, weights.rows, weights.scales, ends, out, stacked, row_weights)
+        options = dict(bias=stack_bias(bias), row_weights=row_weights, scales=scales, weight_scales=weights.scales)
+        grouped_gemm.kernels().multiply(rows, weights.rows, ends, out, transposed=True, **options)
         return out
     for expert, group in groups(ends):
         weight = weights.rows[expert]
         weight_scales = weights.scales[expert].repeat_interleave(BLOCK, 0)[: weight.shape[0]]
         total = _scaled_product(rows[group], scales[group], weight, weight_scales)
         if bias is not None:
-            added = bias[expert].float()
-            total += added if row_weights is None else row_weights[group, None] * added
+            total += bias_of(bias, expert, group, row_weights)
         out[group] = total.to(out.dtype)
     return out
 
@@ -151,7 +150,7 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     """Return grouped_gemm.activate's result, quantised from float32 with a scale for 1 x 128 of [num_rows, i]."""
     pair = _new_pair(hidden, hidden.shape[1] // activation.pair)
     if has_kernels(hidden):
-        kernels().activate(hidden, row_weights, ends, activation, pair)
+        kernels().quantize(hidden, ends, pair, row_weights, activation)
     else:
         _write_rows(grouped_gemm.activate(hidden.float(), row_weights, ends, activation), ends, pair)
     return pair

@@ -63,22 +63,28 @@ def linear(
     """
     out = rows.new_empty(rows.shape[0], weights[0].shape[0])
     if has_kernels(rows):
-        stacked = None if bias is None else stack_bias(bias)
-        kernels().multiply(rows, weights, ends, out, transposed=True, bias=stacked, row_weights=row_weights)
+        options = dict(transposed=True, bias=stack_bias(bias), row_weights=row_weights)
+        kernels().multiply(rows, weights, ends, out, **options)
         return out
     for expert, expert_rows in groups(ends):
         torch.mm(rows[expert_rows], weights[expert].t(), out=out[expert_rows])
         if bias is not None:
-            added = bias[expert].float()
-            if row_weights is not None:
-                added = row_weights[expert_rows, None] * added
+            added = bias_of(bias, expert, expert_rows, row_weights)
             out[expert_rows] = (out[expert_rows].float() + added).to(out.dtype)
     return out
 
 
-def stack_bias(bias: Matrices) -> Tensor:
+def bias_of(bias: Matrices, expert: int, expert_rows: slice, row_weights: Tensor | None) -> Tensor:
+    """Return what is added to an expert's rows, in float32."""
+    added = bias[expert].float()
+    return added if row_weights is None else row_weights[expert_rows, None] * added
+
+
+def stack_bias(bias: Matrices | None) -> Tensor | None:
     """Return the biases of all experts, [num_experts, n]."""
-    return bias.contiguous() if isinstance(bias, Tensor) else torch.stack(tuple(bias))
+    if bias is None or isinstance(bias, Tensor):
+        return None if bias is None else bias.contiguous()
+    return torch.stack(tuple(bias))
 
 
 def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
@@ -92,23 +98,21 @@ def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     return out
 
 
-def linear_grad_weights(
-    grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool, more: RowSet | None = None
-) -> None:
+def linear_grad_weights(sets: Sequence[RowSet], out: Matrices, *, accumulate: bool) -> None:
     """Write the gradient of `linear`'s weights, or add it to what is there, into out[e] [n, k] of each expert.
 
-    grad [num_rows, n], rows [num_rows, k]; out in float32 or the rows' dtype. An expert without rows gets zeros.
-    more: grad, rows and ends once more, of rows behind the first. All are summed before the sums are rounded.
+    sets: grad [num_rows, n], rows [num_rows, k] and ends, once or twice. All rows are summed before the sums are
+    rounded. out in float32 or the rows' dtype. An expert without rows gets zeros.
     """
-    if has_kernels(rows):
-        kernels().outer_products(grad, rows, ends, out, accumulate=accumulate, more=more)
+    if has_kernels(sets[0][1]):
+        kernels().outer_products(sets, out, accumulate=accumulate)
         return
-    sets = [(grad, rows, ends)] if more is None else [(grad, rows, ends), more]
-    for expert, expert_rows in enumerate(zip(*([one for _, one in groups(each)] for _, _, each in sets))):
-        a, b = ([t[group] for t, group in zip(ts, expert_rows)] for ts in list(zip(*sets))[:2])
+    all_groups = zip(*(groups(ends) for _, _, ends in sets))
+    for expert_out, of_sets in zip(out, all_groups):
+        grad, rows = (torch.cat([one[i][group] for one, (_, group) in zip(sets, of_sets)]) for i in (0, 1))
         with torch.autocast(rows.device.type, enabled=False):  # it does not cast the other products, which have out=
-            grad_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
-        _write(out[expert], grad_weights, accumulate)
+            grad_weights = grad.t() @ rows
+        _write(expert_out, grad_weights, accumulate)
 
 
 def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
@@ -155,14 +159,13 @@ def activate_grad(
     grad [num_rows, i]. The gradient of row_weights is 0 behind ends[-1]. grad_out, bias: of the `linear` that follows,
     where row_weights are factors of its bias: that gradient of row_weights is added.
     """
-    stacked = None if bias is None else stack_bias(bias)
     if has_kernels(hidden):
-        return kernels().activate_grad(grad, hidden, row_weights, ends, activation, grad_out, stacked)
+        return kernels().activate_grad(grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias))
     grad_rows, grad_weights = plain.activate_grad(grad, hidden, row_weights, activation)
-    if stacked is not None:
+    if bias is not None:
         assert grad_out is not None
         for expert, expert_rows in groups(ends):
-            grad_weights[expert_rows] += grad_out[expert_rows].float() @ stacked[expert].float()
+            grad_weights[expert_rows] += grad_out[expert_rows].float() @ bias[expert].float()
     grad_weights[int(ends[-1]) :] = 0
     return grad_rows, grad_weights
 

@@ -37,10 +37,17 @@ class Tile(NamedTuple):
     stages: int
     down: int = 16
 
+    def options(self) -> dict[str, int]:
+        """Return what a kernel is launched with."""
+        blocks = dict(BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k, DOWN=self.down)
+        return blocks | dict(num_warps=self.warps, num_stages=self.stages)
+
 
 # The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
 TRANSPOSED_TILE, TILE, SMALL_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(64, 128, 64, 4, 4)
-FEW_ROWS = 64  # per expert: for the small tile
+# Of nine tiles and numbers of stages on an H100 the fastest, or within 10 % of it, over five sizes of weights.
+FLOAT8_TILE, SMALL_FLOAT8_TILE = Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)
+FEW_ROWS = 64  # per expert: for the small tiles
 # Of outer products, by the rows per expert up to which a tile is the fastest.
 STORED_TILES = {
     64: Tile(64, 128, 64, 4, 2, down=8),
@@ -54,6 +61,7 @@ ADDED_TILES = {
 }
 ACTIVATION_COLUMNS = 1024
 BIAS_ROWS, BIAS_COLUMNS = 64, 64  # of a step of the sums for a bias
+BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, and a step of each sum
 
 
 def described(weights: Matrices, block: list[int]) -> tuple[TensorDescriptor, Tensor | None, int, int]:
@@ -80,16 +88,28 @@ def multiply(
     transposed: bool,
     bias: Tensor | None = None,
     row_weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    weight_scales: Matrices | None = None,
 ) -> None:
-    """out[r] = rows[r] @ weights[e].T + row_weights[r] * bias[e], or rows[r] @ weights[e] where not `transposed`."""
+    """out[r] = rows[r] @ weights[e].T + row_weights[r] * bias[e], or rows[r] @ weights[e] where not `transposed`.
+
+    scales, weight_scales: of float8 rows and weights, as float8_gemm has them; only with `transposed`
+    """
     num_rows, length = rows.shape
     columns, experts = out.shape[1], len(ends)
     if not num_rows:
         return
-    tile = _tile(num_rows, experts, transposed)
-    block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
-    descriptor, shifts, first, step = described(weights, block)
-    _multiply[num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
+    if weight_scales is None:
+        tile, usual = SMALL_TILE, TRANSPOSED_TILE if transposed else TILE
+        weights_scaled: tuple[Any, ...] = (None, None, None)
+    else:
+        tile, usual = SMALL_FLOAT8_TILE, FLOAT8_TILE
+        weights_scaled = weight_scales[0], matrix_addresses(weight_scales, rows.device), weight_scales[0].stride(0)
+    if num_rows > FEW_ROWS * experts:
+        tile = usual
+    descriptor, shifts, first, step = described(weights, [tile.n, tile.k] if transposed else [tile.k, tile.n])
+    most_tiles = num_rows // tile.m + min(experts, num_rows)  # along the rows: each expert can begin one more
+    _multiply[most_tiles * triton.cdiv(columns, tile.n),](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
@@ -97,6 +117,8 @@ def multiply(
         bias,
         row_weights,
         ends,
+        scales,
+        *weights_scaled,
         num_rows,
         columns,
         length,
@@ -104,28 +126,9 @@ def multiply(
         step,
         experts,
         EXPERTS=triton.next_power_of_2(experts),
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        DOWN=tile.down,
         TRANSPOSED=transposed,
-        TABLE=shifts is not None,
-        BIASED=bias is not None,
-        WEIGHTED=row_weights is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.options(),
     )
-
-
-def _tile(num_rows: int, experts: int, transposed: bool) -> Tile:
-    if num_rows <= FEW_ROWS * experts:
-        return SMALL_TILE
-    return TRANSPOSED_TILE if transposed else TILE
-
-
-def num_tiles(num_rows: int, size: int, experts: int) -> int:
-    """The most tiles along the rows: each expert can begin one more."""
-    return num_rows // size + min(experts, num_rows)
 
 
 @triton.jit
@@ -156,7 +159,7 @@ def place_tile(number, m_tiles, n_tiles, DOWN: tl.constexpr):
     return first + number % in_column, number // in_column
 
 
-@triton.jit(do_not_specialize=["num_rows", "first", "step"])
+@triton.jit(do_not_specialize=["num_rows", "first", "step", "weight_scale_stride"])
 def _multiply(
     rows,
     weights,
@@ -165,6 +168,10 @@ def _multiply(
     bias,
     row_weights,
     ends,
+    scales,
+    weight_scales,
+    scale_addresses,
+    weight_scale_stride,
     num_rows,
     columns,
     length,
@@ -177,9 +184,6 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     DOWN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    TABLE: tl.constexpr,
-    BIASED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
 ):
     n_tiles = tl.cdiv(columns, BLOCK_N)
     expert, begin, end, number = find_tile(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
@@ -187,18 +191,30 @@ def _multiply(
         return
     i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
     row, column = begin + i * BLOCK_M, j * BLOCK_N
-    shift = tl.load(shifts + expert) if TABLE else first + expert * step
+    shift = first + expert * step if shifts is None else tl.load(shifts + expert)
+    if scales is not None:
+        tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step has one scale of a weight")
+        row_m = row + tl.arange(0, BLOCK_M)
+        inside_m = row_m < end
+        weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype) + column // BLOCK * weight_scale_stride
+        row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, length, BLOCK_K):
         a = rows.load([row, k])
         if TRANSPOSED:
-            total = tl.dot(a, weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T, total)
+            b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
         else:
-            total = tl.dot(a, weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N), total)
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    if BIASED:
+            b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
+        if scales is None:
+            total = tl.dot(a, b, total)
+        else:
+            part = tl.dot(a, b)
+            factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
+            total += part * factor[:, None]
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # behind the loop, which has the registers until then
+    if bias is not None:
         added = tl.load(bias + expert * columns + column + n, column + n < columns, 0).to(tl.float32)[None, :]
-        if WEIGHTED:
+        if row_weights is not None:
             added = tl.load(row_weights + row + m, row + m < end, 0)[:, None] * added
         total += added
     inside = (row + m < end)[:, None] & (column + n < columns)[None, :]
@@ -206,40 +222,30 @@ def _multiply(
     tl.store(to, total.to(out.dtype.element_ty), inside)
 
 
-def outer_products(
-    grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool, more: RowSet | None = None
-) -> None:
-    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added.
-
-    more: a second set of rows. They are added to the sums of the first, before these are rounded.
-    """
-    n, k, experts = grad.shape[1], rows.shape[1], len(out)
-    sets = [one for one in ((grad, rows, ends), more) if one is not None and one[0].shape[0]]
-    num_rows = sum(one[0].shape[0] for one in sets)
-    tiles = ADDED_TILES if accumulate else STORED_TILES
-    tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
+def outer_products(sets: Sequence[RowSet], out: Matrices, *, accumulate: bool) -> None:
+    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e in all sets, or that is added."""
+    n, k, experts = sets[0][0].shape[1], sets[0][1].shape[1], len(out)
+    sets = [one for one in sets if one[0].shape[0]]
     if not sets:
         if not accumulate:
             torch._foreach_zero_(list(out))
         return
+    num_rows = sum(one[0].shape[0] for one in sets)
+    tiles = ADDED_TILES if accumulate else STORED_TILES
+    tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
     first, second = _described(sets[0], tile), (_described(sets[1], tile) if len(sets) > 1 else (None,) * 4)
     _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
         *first[:2],
         out[0],
-        matrix_addresses(out, rows.device),
+        matrix_addresses(out, sets[0][1].device),
         *first[2:],
         n,
         k,
         *second,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        DOWN=tile.down,
         ACCUMULATE=accumulate,
         ALIGNED=are_aligned(out),
         MORE=len(sets) > 1,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.options(),
     )
 
 
@@ -333,12 +339,11 @@ def _outer_products(
     if MORE:
         more_begin, more_end = _rows_of(expert, more_ends, num_more)
     if ACCUMULATE:
+        is_empty = begin == end
         if MORE:
-            if (begin == end) & (more_begin == more_end):
-                return
-        else:
-            if begin == end:
-                return
+            is_empty &= more_begin == more_end
+        if is_empty:
+            return
     i, j = place_tile(number, m_tiles, n_tiles, DOWN)
     row, column = i * BLOCK_M, j * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -436,8 +441,7 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     num_rows, columns = hidden.shape[0], hidden.shape[1] // activation.pair
     out = hidden.new_empty(num_rows, columns)
     if num_rows:
-        settings = activation_settings(activation)
-        _activate[num_rows,](hidden, row_weights, ends[-1:], out, columns, **settings, BLOCK=ACTIVATION_COLUMNS)
+        _activate[num_rows,](hidden, row_weights, ends[-1:], out, columns, ACT=activation, BLOCK=ACTIVATION_COLUMNS)
     return out
 
 
@@ -464,25 +468,11 @@ def activate_grad(
             bias,
             0 if bias is None else bias.shape[1],
             len(ends),
-            **activation_settings(activation),
-            BIASED=bias is not None,
+            ACT=activation,
             EXPERTS=triton.next_power_of_2(len(ends)),
             BLOCK=ACTIVATION_COLUMNS,
         )
     return out, grad_weights
-
-
-def activation_settings(activation: Activation) -> dict[str, Any]:
-    return dict(
-        FUNCTION=activation.function,
-        GATED=activation.gated,
-        ALPHA=float(activation.alpha),
-        CLAMPS=activation.limit is not None,
-        LIMIT=float(activation.limit or 0),
-        OFFSET=float(activation.offset),
-        BETA=float(activation.beta),
-        LINEAR_BETA=float(activation.linear_beta),
-    )
 
 
 @triton.jit
@@ -492,60 +482,51 @@ def _tanh(x):
 
 # The formulas of activation.py: a value, and its derivative, which the compiler leaves out where it is not used.
 @triton.jit
-def activation_value(
-    x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr
-):
-    inside = x <= LIMIT
-    if CLAMPS:
-        x = tl.minimum(x, LIMIT)
-    if FUNCTION == "silu":
+def activation_value(x, ACT: tl.constexpr):
+    if ACT.limit is not None:
+        inside = x <= ACT.limit
+        x = tl.minimum(x, ACT.limit)
+    if ACT.function == "silu":
         scaled = x
-        if ALPHA != 1:
-            scaled = ALPHA * x
+        if ACT.alpha != 1:
+            scaled = ACT.alpha * x
         sigmoid = tl.sigmoid(scaled)
         value = x * sigmoid
         slope = sigmoid * (1 + scaled * (1 - sigmoid))
-    elif FUNCTION == "gelu":
+    elif ACT.function == "gelu":
         erf = tl.erf(x * 0.7071067811865476)
         value = x * (1 + erf) * 0.5
         slope = (1 + erf) * 0.5 + x * tl.exp(-x * x * 0.5) * 0.3989422804014327
-    elif FUNCTION == "gelu_tanh":
+    elif ACT.function == "gelu_tanh":
         tanh = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         value = x * (1 + tanh) * 0.5
         slope = (1 + tanh) * 0.5 + x * (1 - tanh * tanh) * 0.3989422804014327 * (1 + 0.134145 * x * x)
-    elif FUNCTION == "squared_relu":
+    elif ACT.function == "squared_relu":
         positive = tl.maximum(x, 0.0)
         value = positive * positive
         slope = 2 * positive
     else:
         sigmoid = tl.sigmoid(x)
-        tanh = _tanh(x / BETA)
-        value = BETA * tanh * sigmoid
+        tanh = _tanh(x / ACT.beta)
+        value = ACT.beta * tanh * sigmoid
         slope = (1 - tanh * tanh) * sigmoid + value * (1 - sigmoid)
-    if CLAMPS:
+    if ACT.limit is not None:
         slope = tl.where(inside, slope, 0.0)
     return value, slope
 
 
 @triton.jit
-def linear_value(
-    up,
-    FUNCTION: tl.constexpr,
-    CLAMPS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
-):
+def linear_value(up, ACT: tl.constexpr):
     slope = tl.full(up.shape, 1.0, tl.float32)
-    if FUNCTION == "situ":
-        tanh = _tanh(up / LINEAR_BETA)
-        up = LINEAR_BETA * tanh
+    if ACT.function == "situ":
+        tanh = _tanh(up / ACT.linear_beta)
+        up = ACT.linear_beta * tanh
         slope = 1 - tanh * tanh
-    if CLAMPS:
-        slope = tl.where(tl.abs(up) <= LIMIT, slope, 0.0)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    if OFFSET != 0:
-        up += OFFSET
+    if ACT.limit is not None:
+        slope = tl.where(tl.abs(up) <= ACT.limit, slope, 0.0)
+        up = tl.minimum(tl.maximum(up, -ACT.limit), ACT.limit)
+    if ACT.offset != 0:
+        up += ACT.offset
     return up, slope
 
 
@@ -556,28 +537,21 @@ def _activate(
     end,
     out,
     columns,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMPS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
+    ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(end):
         return
     weight = tl.load(row_weights + row)
-    hidden += row * columns * (2 if GATED else 1)
+    hidden += row * columns * ACT.pair
     for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
-        value, _ = activation_value(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
-        if GATED:
+        value, _ = activation_value(gate, ACT)
+        if ACT.gated:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, _ = linear_value(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+            up, _ = linear_value(up, ACT)
             value = value * up
         tl.store(out + row * columns + i, (value * weight).to(out.dtype.element_ty), i < columns)
 
@@ -595,15 +569,7 @@ def _activate_grad(
     bias,
     wide,
     experts,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMPS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
-    BIASED: tl.constexpr,
+    ACT: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -613,17 +579,17 @@ def _activate_grad(
         return
     weight = tl.load(row_weights + row)
     total = tl.zeros((BLOCK,), tl.float32)
-    pair = columns * (2 if GATED else 1)
+    pair = columns * ACT.pair
     hidden += row * pair
     out += row * pair
     for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
         given = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
-        value, slope = activation_value(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
-        if GATED:
+        value, slope = activation_value(gate, ACT)
+        if ACT.gated:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, up_slope = linear_value(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+            up, up_slope = linear_value(up, ACT)
             total += given * value * up
             given *= weight
             tl.store(out + columns + i, (given * value * up_slope).to(out.dtype.element_ty), i < columns)
@@ -632,7 +598,7 @@ def _activate_grad(
             total += given * value
             given *= weight
         tl.store(out + i, (given * slope).to(out.dtype.element_ty), i < columns)
-    if BIASED:
+    if bias is not None:
         e = tl.arange(0, EXPERTS)
         expert = tl.sum((tl.load(ends + e, e < experts, 0x7FFFFFFF) <= row).to(tl.int32))
         for first in range(0, wide, BLOCK):

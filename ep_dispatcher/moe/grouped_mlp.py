@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -37,17 +38,14 @@ class Parameters(NamedTuple):
 
     def like(self, tensors: Sequence[Any]) -> Parameters:
         """Return these tensors, or whatever there is for each, in the form of this."""
-        found, i = list[Any](), 0
-        for one in self:
-            if one is None:
-                found.append(None)
-            elif isinstance(one, Tensor):
-                found.append(tensors[i])
-                i += 1
-            else:
-                found.append(list(tensors[i : i + len(one)]))
-                i += len(one)
-        return Parameters(*found)
+        rest = iter(tensors)
+
+        def of(one: Matrices | None) -> Any:
+            if one is None or isinstance(one, Tensor):
+                return None if one is None else next(rest)
+            return list(islice(rest, len(one)))
+
+        return Parameters(*map(of, self))
 
     def empty_like(self) -> Parameters:
         """Return plain tensors like the parameters. Those of each field lie in one piece of memory."""
@@ -71,10 +69,10 @@ class Mlp:
     """What a forward pass needs beside its rows: the parameters, and who takes their gradients."""
 
     parameters: Parameters
-    activation: Activation
-    keep_activated: bool
-    take_grads: Callable[[WriteGrads], Tensor | None] | None
-    anchor: Tensor | None
+    activation: Activation = SWIGLU
+    keep_activated: bool = True
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None
+    anchor: Tensor | None = None
     float8: Float8 | None = None
 
     def inputs(self, *others: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,14 +103,7 @@ class Mlp:
 
 
 def grouped_mlp(
-    sets: Sequence[tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor]],
-    parameters: Parameters,
-    *,
-    activation: Activation = SWIGLU,
-    keep_activated: bool = True,
-    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
-    anchor: Tensor | None = None,
-    float8: Float8 | None = None,
+    sets: Sequence[tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor]], parameters: Parameters, **options: Any
 ) -> Sequence[Tensor]:
     """Run every expert on its rows, of one or two sets. Return [num_rows, hidden] of the rows' dtype for each set.
 
@@ -128,6 +119,8 @@ def grouped_mlp(
       w1, w2        [pair * intermediate, hidden], pair is 2 for an activation with a gate, else 1;
                     [hidden, intermediate]
       b1, b2        [pair * intermediate] and [hidden], or None
+    options         fields of Mlp:
+    activation      default: SWIGLU
     keep_activated  False: the backward computes the activation again, and num_rows * intermediate values less are kept
     take_grads      called once in every backward with write(grads, accumulate). It calls that then or later, on tensors
                     of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of the parameters, and
@@ -152,38 +145,31 @@ def grouped_mlp(
     given = list[Any]()
     for rows, row_weights, ends in sets:
         if isinstance(rows, tuple):
-            if float8 is None:
+            if options.get("float8") is None:
                 checks.fail("sets", "quantised rows", "rows of the parameters' dtype, unless float8 is given")
             float8_gemm.check_pair("sets", rows, parameters.w1[0].shape[1])
             given += [getattr(rows, "anchor", None), row_weights, ends, rows[0].detach(), rows[1]]
         else:
             given += [rows, row_weights, ends, None, None]
     dtype = torch.bfloat16 if given[0] is None else given[0].dtype
-    mlp = checked_mlp(dtype, parameters, activation, keep_activated, take_grads, anchor, float8)
+    mlp = checked_mlp(dtype, parameters, **options)
     return _GroupedMlp.apply(mlp, len(sets), *given, *mlp.inputs(*(t for t in given if t is not None)))
 
 
-def checked_mlp(
-    dtype: torch.dtype,
-    parameters: Parameters,
-    activation: Activation,
-    keep_activated: bool,
-    take_grads: Callable[[WriteGrads], Tensor | None] | None,
-    anchor: Tensor | None,
-    float8: Float8 | None = None,
-) -> Mlp:
-    """Return the Mlp for rows of this dtype. ValueError where the parameters have another one."""
-    if float8 is not None and dtype != torch.bfloat16:
+def checked_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
+    """Return the Mlp for rows of this dtype, with grouped_mlp's options. ValueError if the parameters have another."""
+    mlp = Mlp(parameters, **options)
+    if mlp.float8 is not None and dtype != torch.bfloat16:
         checks.fail("float8", f"rows of {dtype}", "rows of torch.bfloat16, or quantised ones")
     for name, one in parameters._asdict().items():
         if one is not None and one[0].dtype != dtype:
             checks.fail(name, one[0].dtype, f"{dtype}, as the rows have it")
-    for name, quantised, one in zip(("w1", "w2"), float8 or (), parameters):
+    for name, quantised, one in zip(("w1", "w2"), mlp.float8 or (), parameters):
         assert one is not None  # w1 or w2
         if len(quantised.rows) != len(one) or quantised.rows[0].shape != one[0].shape:
             given = f"{name} of {len(quantised.rows)} matrices {list(quantised.rows[0].shape)}"
             checks.fail("float8", given, f"{len(one)} of {list(one[0].shape)}, as the parameters")
-    return Mlp(parameters, activation, keep_activated, take_grads, anchor, float8)
+    return mlp
 
 
 class Kept(NamedTuple):
@@ -198,12 +184,10 @@ class Kept(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """Gradients in a backward pass, by row."""
+    """Gradients in a backward pass, by row, that those of parameters are made of."""
 
     grad_out: Tensor
     grad_hidden: Tensor
-    grad_row_weights: Tensor
-    grad_rows: Tensor | None
 
 
 def run_rows(
@@ -223,8 +207,10 @@ def run_rows(
     return out, Kept(rows, row_weights, ends, hidden, activated if mlp.keep_activated else None)
 
 
-def grads_of_rows(grad_out: Tensor, kept: Kept, mlp: Mlp, parameters: Parameters, wants_rows: bool) -> RowGrads:
-    """Return all gradients but those of the parameters."""
+def grads_of_rows(
+    grad_out: Tensor, kept: Kept, mlp: Mlp, parameters: Parameters, wants_rows: bool
+) -> tuple[RowGrads, Tensor | None, Tensor]:
+    """Return what `write_grads` needs, and the gradients of rows and row_weights."""
 
     def through(grad: Tensor, number: int) -> Tensor:
         """Return the gradient of the rows of a linear layer."""
@@ -236,7 +222,8 @@ def grads_of_rows(grad_out: Tensor, kept: Kept, mlp: Mlp, parameters: Parameters
     grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
         through(grad_out, 1), kept.hidden, kept.row_weights, kept.ends, mlp.activation, grad_out, parameters.b2
     )
-    return RowGrads(grad_out, grad_hidden, grad_row_weights, through(grad_hidden, 0) if wants_rows else None)
+    grad_rows = through(grad_hidden, 0) if wants_rows else None
+    return RowGrads(grad_out, grad_hidden), grad_rows, grad_row_weights
 
 
 def write_grads(
@@ -252,18 +239,20 @@ def write_grads(
     def rows(kept: Kept) -> Tensor:
         return kept.rows if kept.scales is None else float8_gemm.dequantize_rows((kept.rows, kept.scales), kept.ends)
 
-    def write(grad_weights: Matrices, all_rows: list[grouped_gemm.RowSet]) -> None:
-        first, *more = all_rows
-        grouped_gemm.linear_grad_weights(*first, grad_weights, accumulate=accumulate, more=more[0] if more else None)
-
-    write(out.w2, [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets])
-    write(out.w1, [(grads.grad_hidden, rows(kept), kept.ends) for kept, grads in sets])
+    grouped_gemm.linear_grad_weights(
+        [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets], out.w2, accumulate=accumulate
+    )
+    grouped_gemm.linear_grad_weights(
+        [(grads.grad_hidden, rows(kept), kept.ends) for kept, grads in sets], out.w1, accumulate=accumulate
+    )
     if out.b1 is not None:
-        of_b1: list[grouped_gemm.BiasSet] = [(grads.grad_hidden, kept.ends, None) for kept, grads in sets]
-        grouped_gemm.linear_grad_bias(of_b1, out.b1, accumulate=accumulate)
+        grouped_gemm.linear_grad_bias(
+            [(grads.grad_hidden, kept.ends, None) for kept, grads in sets], out.b1, accumulate=accumulate
+        )
     if out.b2 is not None:
-        of_b2: list[grouped_gemm.BiasSet] = [(grads.grad_out, kept.ends, kept.row_weights) for kept, grads in sets]
-        grouped_gemm.linear_grad_bias(of_b2, out.b2, accumulate=accumulate)
+        grouped_gemm.linear_grad_bias(
+            [(grads.grad_out, kept.ends, kept.row_weights) for kept, grads in sets], out.b2, accumulate=accumulate
+        )
 
 
 _PER_SET = 5  # tensors that a set is given: rows, row_weights, ends, float8 rows and their scales
@@ -298,8 +287,9 @@ class _GroupedMlp(torch.autograd.Function):
         sets, grads_given = list[tuple[Kept, RowGrads]](), list[Tensor | None]()
         for i, grad_out in enumerate(grad_results):
             kept = Kept(*saved[num_fields * i : num_fields * (i + 1)])
-            grads = grads_of_rows(grad_out.contiguous(), kept, mlp, parameters, ctx.needs_input_grad[2 + _PER_SET * i])
-            sets.append((kept, grads._replace(grad_rows=None)))
-            grads_given += [grads.grad_rows, grads.grad_row_weights, None, None, None]
+            wants_rows = ctx.needs_input_grad[2 + _PER_SET * i]
+            grads, *of_inputs = grads_of_rows(grad_out.contiguous(), kept, mlp, parameters, wants_rows)
+            sets.append((kept, grads))
+            grads_given += [*of_inputs, None, None, None]
         wanted = any(ctx.needs_input_grad[2 + _PER_SET * num_sets + 1 :])
         return None, None, *grads_given, *mlp.gradients(partial(write_grads, sets, mlp.activation), tensors, wanted)

@@ -118,12 +118,10 @@ def moe_mlp(
         with torch.cuda.device_of(x):
             if quantize is not None:
                 options["float8"] = float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
+            given = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows
             if num_parts > 1:
-                options |= dict(overlap=overlap, quantize=quantize)
-                return overlapping.mlp_in_parts(buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, **options)
-            out = dispatch(buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows)
-            (rows,) = grouped_mlp([_rows_of(out)], parameters, **options)
-            return combine(buffer, rows, out.handle)
+                return overlapping.mlp_in_parts(*given, overlap=overlap, quantize=quantize, **options)
+            return run_grouped_nodes(*given, num_parts, quantize=quantize, **options)
     run = partial(_rows_of_experts, w1=w1, w2=w2, b1=b1, b2=b2, **options)
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
 
@@ -203,17 +201,19 @@ def run_grouped_nodes(
     topk_weights: Tensor,
     parameters: Parameters,
     max_recv_rows: int | None,
+    num_parts: int,
     handles: list[Handle] | None = None,
     *,
     quantize: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """``mlp_in_parts`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
+    """``run_nodes`` with grouped_mlp and its options, which writes the gradients of weights once for both parts."""
 
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
         return grouped_mlp([_rows_of(out) for out in sent], parameters, **options)
 
-    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts, handles, quantize=quantize)
+    given = buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts
+    return run_nodes(*given, run_experts, handles, quantize=quantize)
 
 
 def _has_values(t: Tensor) -> bool:

@@ -25,7 +25,6 @@ does in torch.compile, where each step is a node of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -40,18 +39,7 @@ from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.activation import SWIGLU, Activation
-from ep_dispatcher.moe.grouped_mlp import (
-    Float8,
-    Kept,
-    Mlp,
-    Parameters,
-    WriteGrads,
-    checked_mlp,
-    grads_of_rows,
-    run_rows,
-    write_grads,
-)
+from ep_dispatcher.moe.grouped_mlp import Kept, Mlp, Parameters, checked_mlp, grads_of_rows, run_rows, write_grads
 
 if TYPE_CHECKING:
     from ep_dispatcher.engines.cuda.engine import CudaEngine
@@ -113,15 +101,11 @@ def mlp_in_parts(
     max_recv_rows: int | None,
     *,
     overlap: bool,
-    activation: Activation = SWIGLU,
-    keep_activated: bool = True,
-    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
-    anchor: Tensor | None = None,
     handles: list[Handle] | None = None,
     quantize: str | None = None,
-    float8: Float8 | None = None,
+    **options: Any,
 ) -> Tensor:
-    """``ep.moe_mlp`` in two parts; parameters and keywords are those of grouped_mlp. The parameters were checked.
+    """``ep.moe_mlp`` in two parts; parameters and options are those of grouped_mlp. The parameters were checked.
 
     max_recv_rows: of each part
     quantize: as in ep.dispatch, only with float8
@@ -131,7 +115,7 @@ def mlp_in_parts(
     overlap = overlap and why_not(buffer, num_parts=2) is None
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
-    mlp = checked_mlp(x.dtype, parameters, activation, keep_activated, take_grads, anchor, float8)
+    mlp = checked_mlp(x.dtype, parameters, **options)
     request = operation.dispatch_request(
         buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows
     )
@@ -203,20 +187,19 @@ class _MlpInParts(torch.autograd.Function):
         grad_x = grad.new_empty(grad.shape) if goes_back else None
         grad_topk_weights: list[Any] = [None, None]
         grads: list[Any] = [None, None]
+        sent: list[Any] = [None, None]
         with _Operations(buffer, grad, ctx.overlap, num_operations=4 if goes_back else 2) as operations:
-            sent: list[Any] = [None, None]
             for i in (1, 0):
                 num_rows = kept[i].rows.shape[0]
-                given = DispatchRequest(cut(grad)[i], plan=plans[i], num_rows=num_rows)
-                sent[i] = operations.dispatch(given)
+                sent[i] = operations.dispatch(DispatchRequest(cut(grad)[i], plan=plans[i], num_rows=num_rows))
             for i in (1, 0):
-                grad_out = operations.take(*sent[i]).rows
-                grads[i] = grads_of_rows(grad_out, kept[i], mlp, parameters, goes_back)
+                grads[i] = grads_of_rows(operations.take(*sent[i]).rows, kept[i], mlp, parameters, goes_back)
+                _, grad_rows, grad_row_weights = grads[i]
                 if grad_x is not None:
                     out = cut(grad_x)[i]
-                    y = CombineRequest(grads[i].grad_rows, plans[i], grads[i].grad_row_weights, len(out), "expert")
+                    y = CombineRequest(grad_rows, plans[i], grad_row_weights, len(out), "expert")
                     grad_topk_weights[i] = operations.combine(y, out, operations.record()).topk_weights
-            sets = [(of_part, grad_rows._replace(grad_rows=None)) for of_part, grad_rows in zip(kept, grads)]
+            sets = [(of_part, row_grads) for of_part, (row_grads, *_) in zip(kept, grads)]
             side = operations.side  # `write` keeps this alone, not the operations: it may be called later
 
             def write(out: Parameters, accumulate: bool) -> None:

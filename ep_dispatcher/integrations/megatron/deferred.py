@@ -72,7 +72,7 @@ class Deferred:
             given = self.buffer, tokens, topk_idx, probs, parameters, self.max_rows
             more = options | dict(handles=handles, quantize=self.quantize)
             if is_observed((tokens, probs, topk_idx)):
-                return run_grouped_nodes(*given, **more)
+                return run_grouped_nodes(*given, 2, **more)
             with torch.cuda.device_of(tokens):
                 return overlap.mlp_in_parts(*given, overlap=True, **more)
 
