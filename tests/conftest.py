@@ -98,6 +98,26 @@ def launched_operations():
         yield launched
 
 
+@contextlib.contextmanager
+def planned_dispatches():
+    """Yield a list that gets "plan" for every dispatch of this rank that makes a plan, and "reuse" for the others."""
+    seen, run = [], operation.run_dispatch
+
+    def note(buffer, request):
+        seen.append("plan" if request.plan is None else "reuse")
+        return run(buffer, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "run_dispatch", note)
+        yield seen
+
+
+@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def device(request) -> str:
+    """Where the operands of one process lie."""
+    return request.param
+
+
 @pytest.fixture
 def make_hosts():
     """``make_hosts(num, **options)``: two_hosts.Hosts, closed after the test. Skipped where there can be none."""

@@ -1,13 +1,14 @@
 """Activations and biases of experts, against autograd in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import exhaustive
-from test_autograd import dense_moe_layer, normal
-from test_dispatch_combine import Case, Inputs, make_buffer
-from test_errors import error_of
-from test_experts import CLOSE, INTERMEDIATE, MAX_RECV_ROWS, MAX_TOKENS, make_case, weights_of
+from test_autograd import normal
+from test_dispatch_combine import Case
+from test_experts import CLOSE, INTERMEDIATE, dense_results, layer, make_case, weights_of
 from test_grouped_gemm import COUNTS, close, groups, rows_of
 
 import ep_dispatcher as ep
@@ -99,32 +100,11 @@ def test_each_row_gets_the_bias_of_its_expert(ends, dtype, apart, weighted):
     assert not grads[1][end:].any()
 
 
-def biases_of(case: Case, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
-    b1, b2 = normal((case.num_experts, pair * INTERMEDIATE), 9), normal((case.num_experts, case.hidden), 10)
-    return b1.to(case.dtype), b2.to(case.dtype)
-
-
-def layer(rank: int, engine: str, case: Case, inputs: Inputs, name: str, how: str):
-    """Return y, and the gradients of x, topk_weights, w1, w2, b1 and b2."""
-    device, act, first = device_of(engine, rank), FAMILIES[name], rank * case.experts_per_rank
+def matrices_of(case: Case, pair: int) -> list[torch.Tensor]:
+    """w1, w2, b1 and b2 of all experts."""
     w1, w2 = weights_of(case)
-    matrices = (w1[:, : act.pair * INTERMEDIATE], w2, *biases_of(case, act.pair))
-    own = [one[first : first + case.experts_per_rank].contiguous() for one in matrices]
-    leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
-    topk_idx = inputs.topk_idx[rank].to(device)
-    options = {"max_recv_rows": MAX_RECV_ROWS} if how in ("fixed rows", "compiled") else {}
-    options |= {"num_parts": 2} if how == "two parts" else {}
-
-    def forward(x, topk_weights, w1, w2, b1, b2):
-        activation = name if name in NAMED else act
-        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, b1=b1, b2=b2, activation=activation, **options)
-
-    with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        torch.compiler.reset()  # PyTorch compiles one function 8 times at most
-        run = torch.compile(forward, backend="aot_eager", fullgraph=True) if how == "compiled" else forward
-        y = run(*leaves)
-        (y * normal(y.shape, 50 + rank).to(device)).sum().backward()
-    return y.detach(), *(leaf.grad for leaf in leaves)
+    b1, b2 = normal((case.num_experts, pair * INTERMEDIATE), 9), normal((case.num_experts, case.hidden), 10)
+    return [w1[:, : pair * INTERMEDIATE], w2, b1.to(case.dtype), b2.to(case.dtype)]
 
 
 HOWS = ("plain", "fixed rows", "two parts", "compiled")
@@ -142,39 +122,12 @@ def test_a_layer_with_biases_is_the_dense_layer(pools, engine, name, how):
         hidden = torch.einsum("th,eih->tei", x, w1) + b1
         return torch.einsum("tei,ehi->teh", right(hidden, act), w2) + b2
 
-    w1, w2 = weights_of(case)
-    matrices = [w1[:, : act.pair * INTERMEDIATE], w2, *biases_of(case, act.pair)]
-    results, x_grads, weight_grads, grads = dense_moe_layer(case, inputs, matrices, experts)
-    for rank, seen in enumerate(pools(2).run(layer, engine, case, inputs, name, how)):
-        own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
-        expected = results[rank], x_grads[rank], weight_grads[rank], *(grad[own] for grad in grads)
+    matrices = matrices_of(case, act.pair)
+    run = partial(layer, activation=name if name in NAMED else act)
+    ranks = pools(2).run(run, engine, case, inputs, how, matrices)
+    for seen, expected in zip(ranks, dense_results(case, inputs, matrices, experts), strict=True):
         for value, wanted in zip(seen, expected, strict=True):
             if dtype == torch.bfloat16:  # rounding moves some values beyond a limit, where the gradient is another
                 assert (value.double() - wanted).norm() <= 0.12 * wanted.norm()
             else:
                 torch.testing.assert_close(value, wanted, check_dtype=False, **CLOSE[dtype])
-
-
-@pytest.mark.parametrize(
-    "argument, options",
-    [
-        ("activation", dict(activation="relu")),
-        ("activation.function", dict(activation=ep.Activation("relu"))),
-        ("activation.gated", dict(activation=ep.Activation("gelu", gated=False, limit=1.0))),
-        ("activation.limit", dict(activation=ep.Activation(limit=0.0))),
-        ("activation.alpha", dict(activation=ep.Activation(alpha=float("nan")))),
-        ("w1", dict(activation="gelu")),
-        ("b1", dict(b1=torch.zeros(8, INTERMEDIATE, dtype=torch.float32, device="cpu"))),
-        ("b2", dict(b2=torch.zeros(8, 16, dtype=torch.float64, device="cpu"))),
-    ],
-)
-def test_wrong_arguments_are_value_errors(pools, argument, options):
-    (text,) = pools(1).run(error_with, options)
-    assert text.startswith(f"{argument}: given "), text
-
-
-def error_with(rank: int, options: dict) -> str:
-    w1, w2 = torch.zeros(8, 2 * INTERMEDIATE, 16), torch.zeros(8, 16, INTERMEDIATE)
-    x, idx, weights = torch.zeros(4, 16), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
-    with ep.Buffer(engine="cpu", hidden=16, num_experts=8, num_topk=2, max_tokens_per_rank=4, dtype=x.dtype) as buffer:
-        return error_of(ep.moe_mlp, buffer, x, idx, weights, w1, w2, **options)

@@ -1,16 +1,24 @@
 """Experts in float8: what is lost beside float64, and that every way of running a layer gives the same bits."""
 
-import dataclasses
-
 import pytest
 import torch
 from conftest import on_ranks
-from test_activations import FAMILIES, right
-from test_autograd import dense_moe_layer, normal
-from test_dispatch_combine import Case, Inputs, make_buffer, make_inputs
+from test_activations import FAMILIES
+from test_dispatch_combine import Case, Inputs, make_buffer
 from test_errors import assert_refused
-from test_experts import swiglu_experts, uninitialised_memory_is_nan
-from torch.utils.checkpoint import checkpoint
+from test_experts import (
+    INTERMEDIATE,
+    MAX_RECV_ROWS,
+    MAX_TOKENS,
+    QUANTIZE,
+    dense_results,
+    given_to,
+    layer,
+    make_case,
+    uninitialised_memory_is_nan,
+    weights_of,
+)
+from test_grouped_mlp import ends_of, exact_layer, loss, operands
 
 import ep_dispatcher as ep
 from ep_dispatcher.moe import float8_gemm
@@ -18,17 +26,10 @@ from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.tools.testing import device_of
 
 COUNTS = [100, 0, 300, 7]
-BEHIND = 3  # rows of no expert
-GPT_OSS = ep.Activation("silu", alpha=1.702, limit=7.0, offset=1.0)
 # Decibels of signal to noise beside float64, of results and of gradients. Measured with random operands: 23.7 to 24.1
 # and 22.9 to 24.2 without biases, 26.9 to 27.5 and 24.2 to 27.9 with them. bfloat16 has 47 to 53, and so has the
 # gradient of b2, whose rows are not quantised.
 LEAST, LEAST_OF_GRADS, MOST = 23, 22, 35
-
-
-@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-def device(request) -> str:
-    return request.param
 
 
 def snr(seen: torch.Tensor, exact: torch.Tensor) -> float:
@@ -36,47 +37,11 @@ def snr(seen: torch.Tensor, exact: torch.Tensor) -> float:
     return float(10 * torch.log10(exact.cpu().square().sum() / noise))
 
 
-def operands(device: str, hidden: int, intermediate: int, act: ep.Activation, counts: list[int]) -> tuple:
-    """rows, row_weights, w1, w2, b1 and b2 in bfloat16; the rows of no expert are no numbers."""
-    torch.manual_seed(1)
-    num_rows, pair, experts = sum(counts) + BEHIND, act.pair * intermediate, len(counts)
-    rows, row_weights = torch.randn(num_rows, hidden), torch.rand(num_rows)
-    rows[sum(counts) :] = row_weights[sum(counts) :] = float("nan")
-    w1, w2 = torch.randn(experts, pair, hidden) / hidden**0.5, torch.randn(experts, hidden, intermediate)
-    others = w1, w2 / intermediate**0.5, torch.randn(experts, pair), torch.randn(experts, hidden)
-    return rows.bfloat16().to(device), row_weights.to(device), *(t.bfloat16().to(device) for t in others)
-
-
 def quantized(w1, w2) -> tuple:
     return float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
 
 
-def ends_of(counts: list[int], device: str) -> torch.Tensor:
-    return torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
-
-
-def loss(out: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    wanted = torch.randn(sum(counts), out.shape[1], generator=torch.Generator().manual_seed(2)).to(out.device)
-    return (out[: sum(counts)].double() * wanted).sum()
-
-
-def exact_layer(given: tuple, act: ep.Activation, counts: list[int]) -> list[torch.Tensor]:
-    """The result and all gradients in float64."""
-    end, parts, begin = sum(counts), [], 0
-    leaves = [t.double().requires_grad_() for t in (given[0][:end], given[1][:end], *given[2:])]
-    rows, row_weights, w1, w2, *biases = leaves
-    for e, count in enumerate(counts):
-        group = slice(begin, begin + count)
-        hidden = rows[group] @ w1[e].t() + (biases[0][e] if biases else 0)
-        out = right(hidden, act) * row_weights[group, None] @ w2[e].t()
-        parts.append(out + (row_weights[group, None] * biases[1][e] if biases else 0))
-        begin += count
-    out = torch.cat(parts)
-    loss(out, counts).backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def float8_layer(given: tuple, act: ep.Activation, counts: list[int], **options) -> list[torch.Tensor]:
+def float8_layer(given: list, act: ep.Activation, counts: list[int], **options) -> list[torch.Tensor]:
     """The same by grouped_mlp, without the rows of no expert."""
     end = sum(counts)
     rows, row_weights, *matrices = leaves = [t.clone().requires_grad_() for t in given]
@@ -91,7 +56,7 @@ def float8_layer(given: tuple, act: ep.Activation, counts: list[int], **options)
     "act, hidden, intermediate, biased, counts",
     [
         (FAMILIES["swiglu"], 512, 256, False, COUNTS),
-        (GPT_OSS, 2880, 240, True, [60, 0, 9]),
+        (FAMILIES["gpt-oss"]._replace(limit=7.0), 2880, 240, True, [60, 0, 9]),
         (FAMILIES["squared_relu"], 208, 144, True, COUNTS),
     ],
     ids=["swiglu", "gpt-oss", "squared_relu"],
@@ -100,9 +65,7 @@ def test_what_is_lost(device, act, hidden, intermediate, biased, counts):
     given = operands(device, hidden, intermediate, act, counts)[: 6 if biased else 4]
     exact = exact_layer(given, act, counts)
     seen = float8_layer(given, act, counts)
-    assert [t.dtype for t in seen] == [torch.bfloat16, torch.bfloat16, torch.float32] + [torch.bfloat16] * len(
-        given[2:]
-    )
+    assert [t.dtype for t in seen] == [torch.bfloat16] * 2 + [torch.float32] + [torch.bfloat16] * len(given[2:])
     lost = [snr(*pair) for pair in zip(seen, exact)]
     assert lost[0] > LEAST and all(db > LEAST_OF_GRADS for db in lost), lost
     assert all(db < MOST for db in lost[:6]), ("float8 was not used", lost)
@@ -114,7 +77,7 @@ def test_what_is_lost(device, act, hidden, intermediate, biased, counts):
 
 def test_no_rows(device):
     given = [t[:0] if i < 2 else t for i, t in enumerate(operands(device, 64, 48, FAMILIES["swiglu"], [0, 0]))]
-    out, *grads = float8_layer(tuple(given), FAMILIES["swiglu"], [0, 0])
+    out, *grads = float8_layer(given, FAMILIES["swiglu"], [0, 0])
     assert out.shape == (0, 64)
     assert [t.shape for t in grads] == [t.shape for t in given] and not any(t.any() for t in grads)
 
@@ -169,68 +132,42 @@ def test_wrong_arguments_of_grouped_mlp(device):
 
 # ---- the whole layer -------------------------------------------------------------------------------------------------
 
-QUANTIZE = "e4m3_1x128_pow2"
-INTERMEDIATE, MAX_TOKENS, MAX_RECV_ROWS = 48, 64, 200
+
+def case_of(num_ranks: int, ranks_per_node: int) -> tuple[Case, Inputs]:
+    return make_case(num_ranks, ranks_per_node, torch.bfloat16, hidden=144)
 
 
-def make_case(num_ranks: int, ranks_per_node: int) -> tuple[Case, Inputs]:
-    case = Case(num_ranks, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, hidden=144, tokens="uneven")
-    inputs = make_inputs(dataclasses.replace(case, routing="masked"))
-    inputs.x[:] = [normal(x.shape, 20 + rank, torch.bfloat16) for rank, x in enumerate(inputs.x)]
-    return case, inputs
-
-
-def weights_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    w1 = normal((case.num_experts, 2 * INTERMEDIATE, case.hidden), 7) / case.hidden**0.5
-    return w1.bfloat16(), (normal((case.num_experts, case.hidden, INTERMEDIATE), 8) / INTERMEDIATE**0.5).bfloat16()
-
-
-def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str) -> tuple:
-    """Return y, and the gradients of x, topk_weights, w1 and w2."""
-    device, first = device_of(engine, rank), rank * case.experts_per_rank
-    own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
-    leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
-    topk_idx = inputs.topk_idx[rank].to(device)
-    options: dict = {"max_recv_rows": MAX_RECV_ROWS} if how == "fixed rows" else {}
-    options |= {"keep_activated": False} if how == "keeps less" else {}
-    options |= {"num_parts": 2, "overlap": how != "two parts in turn"} if how.startswith("two parts") else {}
-
-    def forward(x, topk_weights, w1, w2):
-        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, quantize=QUANTIZE, **options)
-
-    with make_buffer(case, engine, MAX_TOKENS) as buffer, uninitialised_memory_is_nan():
-        y = checkpoint(forward, *leaves, use_reentrant=False) if how == "recomputed" else forward(*leaves)
-        (y * normal(y.shape, 50 + rank).to(device)).sum().backward()
-    return y.detach(), *(leaf.grad for leaf in leaves)
+def float8_way(rank: int, engine: str, case: Case, inputs: Inputs, how: str, **options) -> tuple:
+    """What test_experts.layer returns."""
+    with uninitialised_memory_is_nan():
+        return layer(rank, engine, case, inputs, how, quantize=QUANTIZE, **options)
 
 
 @pytest.mark.parametrize("how", ["plain", "two parts"])
 def test_a_layer_is_the_dense_layer_nearly(pools, engine, how):
-    case, inputs = make_case(2, 2)
-    results, x_grads, weight_grads, matrices = dense_moe_layer(case, inputs, weights_of(case), swiglu_experts)
-    ranks = pools(2).run(layer, engine, case, inputs, how)
-    for rank, seen in enumerate(ranks):
-        own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
-        exact = results[rank], x_grads[rank], weight_grads[rank], *(grad[own] for grad in matrices)
-        lost = [snr(*pair) for pair in zip(seen, exact, strict=True) if pair[0].numel()]  # a rank has no tokens
-        assert all(LEAST_OF_GRADS < db < MOST for db in lost), lost
-    assert snr(ranks[0][0], results[0]) > LEAST
+    case, inputs = case_of(2, 2)
+    ranks = pools(2).run(float8_way, engine, case, inputs, how)
+    lost = []
+    for seen, exact in zip(ranks, dense_results(case, inputs, weights_of(case)), strict=True):
+        lost.append([snr(*pair) for pair in zip(seen, exact, strict=True) if pair[0].numel()])  # a rank has no tokens
+        assert all(LEAST_OF_GRADS < db < MOST for db in lost[-1]), lost
+    assert lost[0][0] > LEAST
 
 
 @on_ranks(2)
 def test_every_way_gives_the_same_bits(rank, engine):
-    case, inputs = make_case(2, 1)
-    plain, in_parts = (layer(rank, engine, case, inputs, how) for how in ("plain", "two parts"))
+    case, inputs = case_of(2, 1)
+    plain, in_parts = (float8_way(rank, engine, case, inputs, how) for how in ("plain", "two parts"))
     for how in ("plain", "fixed rows", "recomputed", "keeps less"):
-        assert all(map(torch.equal, plain, layer(rank, engine, case, inputs, how))), how
-    assert all(map(torch.equal, in_parts, layer(rank, engine, case, inputs, "two parts in turn")))
+        assert all(map(torch.equal, plain, float8_way(rank, engine, case, inputs, how))), how
+    assert all(map(torch.equal, in_parts, float8_way(rank, engine, case, inputs, "two parts", overlap=False)))
     assert torch.equal(plain[0], in_parts[0])
 
 
 @on_ranks(1)
 def test_the_module(rank, engine):
     """ep.MoELayer passes it on."""
-    case, inputs = make_case(1, 1)
+    case, inputs = case_of(1, 1)
     device = device_of(engine, rank)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         torch.manual_seed(3)
@@ -243,18 +180,14 @@ def test_the_module(rank, engine):
 
 
 @on_ranks(1)
-def test_wrong_arguments_are_refused_before_anything_is_sent(rank, engine):
-    case, inputs = make_case(1, 1)
-    device = device_of(engine, rank)
-    x, idx, weights, w1, w2 = (
-        t.to(device) for t in (inputs.x[0], inputs.topk_idx[0], inputs.topk_weights[0], *weights_of(case))
-    )
+def test_what_cannot_be_quantised_is_refused_before_anything_is_sent(rank, engine):
+    """test_experts has the arguments that are wrong everywhere."""
+    case, inputs = case_of(1, 1)
+    x, idx, weights, w1, w2 = given_to(rank, engine, case, inputs)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         epoch = buffer._engine._c.epoch if engine == "cpu" else 0
-        for wrong in ("e5m2", True, 1):
-            assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, w1, w2, quantize=wrong)
         if engine == "cuda":
-            narrow = w1[:, :80].contiguous(), w2[:, :, :40].contiguous()  # 40 is no multiple of 16
+            narrow = w1[:, :48].contiguous(), w2[:, :, :24].contiguous()  # 24 is no multiple of 16
             assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, *narrow, quantize=QUANTIZE)
 
         def forward(x):
@@ -266,7 +199,3 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(rank, engine):
         if engine == "cpu":
             assert buffer._engine._c.epoch == epoch, "something was sent"
         forward(x)
-    with make_buffer(dataclasses.replace(case, dtype=torch.float32), engine, MAX_TOKENS) as buffer:
-        exact = (t.float() for t in (x, weights, w1, w2))
-        x, weights, w1, w2 = exact
-        assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, w1, w2, quantize=QUANTIZE)

@@ -1,87 +1,37 @@
 """moe_mlp in two parts of the tokens: the dense layer, whatever the tokens of the ranks; the order of operations."""
 
 import contextlib
-import dataclasses
 import types
 from functools import partial
 
 import pytest
 import torch
 from conftest import exhaustive, on_ranks
-from test_autograd import normal
-from test_dispatch_combine import Case, Inputs, make_inputs
 from test_dispatch_combine import make_buffer as buffer_of
-from test_errors import error_of
-from test_experts import CLOSE, MAX_TOKENS, NAMES, compare_with_dense, layer, weights_of
+from test_errors import assert_refused, error_of
+from test_experts import MAX_TOKENS, SIZES, compare_with_dense, given_to, layer, make_case
 from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.cuda import streams
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
-from ep_dispatcher.tools.testing import device_of
-
-SIZES = [19, 12, 1, 0]  # tokens of the ranks
-
-
-def inputs_of(
-    num_ranks: int, ranks_per_node: int, dtype: torch.dtype = torch.float32, sizes: list[int] = SIZES
-) -> tuple[Case, Inputs]:
-    case = Case(num_ranks, ranks_per_node, dtype, num_topk=3, experts_per_rank=3, hidden=16)
-    given = make_inputs(dataclasses.replace(case, routing="masked"))
-    given.x[:] = [normal(x.shape, 20 + rank, dtype) for rank, x in enumerate(given.x)]
-    lists = given.x, given.topk_idx, given.topk_weights
-    return case, Inputs(*([t[:size] for t, size in zip(of_ranks, sizes)] for of_ranks in lists))
-
-
-@pytest.mark.parametrize(
-    "num_ranks, ranks_per_node, dtype, how",
-    [
-        (1, 1, torch.float32, "plain"),
-        (2, 2, torch.bfloat16, "plain"),
-        (2, 1, torch.float32, "fixed rows"),
-        (2, 1, torch.bfloat16, "compiled"),
-        (2, 1, torch.float16, "recomputed"),
-        (2, 1, torch.float32, "keeps less"),
-        (4, 2, torch.float32, "plain"),
-        (4, 2, torch.float16, "fixed rows"),
-    ],
-    ids=lambda value: str(value).removeprefix("torch.").replace(" ", "-"),
-)
-def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, dtype, how):
-    case, inputs = inputs_of(num_ranks, ranks_per_node, dtype)
-    compare_with_dense(pools(num_ranks).run(layer, engine, case, inputs, how, 2), case, inputs)
 
 
 @pytest.mark.parametrize("sizes", [[1, 17], [0, 1], [2, 0], [0, 0]], ids=str)
 def test_few_tokens(pools, engine, sizes):
     """One token is all in the first part."""
-    case, inputs = inputs_of(2, 1, sizes=sizes)
+    case, inputs = make_case(2, 1, sizes=sizes)
     assert [len(x) for x in inputs.x] == sizes
-    compare_with_dense(pools(2).run(layer, engine, case, inputs, "plain", 2), case, inputs)
+    compare_with_dense(pools(2).run(layer, engine, case, inputs, "two parts"), case, inputs)
 
 
-def ways(rank: int, engine: str, case: Case, inputs: Inputs) -> list:
-    hows = ["plain", "no overlap", "fixed rows", "recomputed", "keeps less"]
-    return [layer(rank, engine, case, inputs, how, 2) for how in hows] + [layer(rank, engine, case, inputs, "plain", 1)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, exhaustive(torch.bfloat16)], ids=str)
-def test_every_way_gives_the_same_bits(pools, engine, dtype):
-    """One part rounds the gradients of weights likewise, but sums rows in another order."""
-    case, inputs = inputs_of(2, 1, dtype)
-    for plain, *others, one_part in pools(2).run(ways, engine, case, inputs):
-        for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(plain, other))
-        for name, a, b in zip(NAMES, plain, one_part):
-            torch.testing.assert_close(a, b, **CLOSE[dtype], msg=name)
-
-
-def taken(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)], ids=str)
+@on_ranks(2)
+def test_gradients_of_weights_are_written_once(rank: int, engine: str, dtype: torch.dtype) -> None:
     """As Megatron's main_grad: one write, with both parts in it, now or later."""
-    device, first = device_of(engine, rank), rank * case.experts_per_rank
-    w1, w2 = (w[first : first + case.experts_per_rank].to(device) for w in weights_of(case))
-    x, idx, weights = (t[rank].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+    case, inputs = make_case(2, 1, dtype, sizes=SIZES)
+    x, idx, weights, w1, w2 = given_to(rank, engine, case, inputs)
     with buffer_of(case, engine, MAX_TOKENS) as buffer:
         plain = [t.clone().requires_grad_() for t in (w1, w2)]
         ep.moe_mlp(buffer, x, idx, weights, *plain, num_parts=2).sum().backward()
@@ -100,21 +50,23 @@ def taken(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
                 torch.testing.assert_close(a, b.grad.float() + 1, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)], ids=str)
-def test_gradients_of_weights_are_written_once(pools, engine, dtype):
-    pools(2).run(taken, engine, *inputs_of(2, 1, dtype))
+@contextlib.contextmanager
+def small_layer(rank: int, num_ranks: int = 1):
+    """A buffer of the CPU engine; x, topk_weights, w1, w2 and topk_idx."""
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, timeout_s=10, ranks_per_node=1)
+    generator, own = torch.Generator().manual_seed(rank), 4 // num_ranks
+    leaves = [torch.randn(shape, generator=generator) for shape in ((5, 16), (5, 2), (own, 8, 16), (own, 16, 4))]
+    idx = torch.rand(5, 4, generator=generator).topk(2).indices
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
+        yield buffer, [leaf.requires_grad_() for leaf in leaves], idx
 
 
 @pytest.mark.parametrize("asked", [(0, 1, 2, 3), (2, 3), (0,), (1, 2)])
 @on_ranks(2)
 def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int, ...]) -> None:
     """Rank 0 runs overlap.py, rank 1 the steps as nodes of autograd, as torch.compile does: the order is the same."""
-    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, timeout_s=10, ranks_per_node=1)
-    generator = torch.Generator().manual_seed(rank)
-    shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
-    x, probs, w1, w2 = leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    idx = torch.rand(5, 4, generator=generator).topk(2).indices
-    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+    with small_layer(rank, 2) as (buffer, leaves, idx), pytest.MonkeyPatch.context() as patch:
+        x, probs, w1, w2 = leaves
         operations: list[str] = []
         for name in ("dispatch", "combine"):
             engine = buffer.live_engine()
@@ -136,41 +88,17 @@ def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int
 
 
 @on_ranks(1)
-def test_mistakes_are_value_errors(rank: int, engine: str) -> None:
-    case, inputs = inputs_of(1, 1)
-    device = device_of(engine, rank)
-    w1, w2 = (w.to(device) for w in weights_of(case))
-    x, idx, weights = (t[0].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
-    given = dict(x=x, topk_idx=idx, topk_weights=weights, w1=w1, w2=w2, num_parts=2)
-    bad = idx.clone()
-    bad[-1, 1] = 77
-    too_many = {name: torch.cat([given[name]] * 4) for name in ("x", "topk_idx", "topk_weights")}
-    wrong = [
-        (dict(num_parts=3), "num_parts: given 3, allowed: 1, 2, None"),
-        (dict(num_parts="2"), "num_parts: given '2', allowed: 1, 2, None"),
-        (dict(topk_idx=idx[1:]), "topk_idx: given [18, 3]"),
-        (dict(topk_idx=bad), f"topk_idx[{18 if engine == 'cpu' else 8}, 1]: given 77"),  # on a GPU: of its part
-        (dict(max_recv_rows=-1), "max_recv_rows: given -1"),
-        (too_many, "x: given 76 rows, allowed: at most max_tokens_per_rank = 64"),
-    ]
-    with buffer_of(case, engine, MAX_TOKENS) as buffer:
-        epoch = buffer._engine._c.epoch if engine == "cpu" else 0
-        for change, text in wrong:
-            found = error_of(lambda change=change: ep.moe_mlp(buffer, **(given | change)))
-            assert found.startswith(text), found
-        assert error_of(lambda: ep.why_no_overlap(buffer, num_parts=0)).startswith("num_parts: given 0")
-        if engine == "cpu":
-            assert buffer._engine._c.epoch == epoch, "something was sent"
-        y = ep.moe_mlp(buffer, **given)
-        torch.testing.assert_close(y, ep.moe_mlp(buffer, **(given | dict(num_parts=1))))
-        if engine == "cpu":
-            epoch = buffer._engine._c.epoch
-            with FlopCounterMode(display=False):
-                found = error_of(lambda: ep.moe_mlp(buffer, **(given | dict(topk_idx=bad))))
-            assert found.startswith("topk_idx[18, 1]: given 77"), found
-            assert buffer._engine._c.epoch == epoch, "something was sent"
-            text = error_of(lambda: ep.moe_mlp(buffer, **given, max_recv_rows=1))
-            assert text.startswith("max_recv_rows: too small"), text
+def test_an_error_of_either_part_comes_before_anything_is_sent(rank: int) -> None:
+    """Also where the steps are nodes of autograd. test_experts has the other arguments."""
+    with small_layer(rank) as (buffer, (x, *others), idx):
+        bad, epoch = idx.clone(), buffer._engine._c.epoch
+        bad[-1, 1] = 77
+        for around in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+            with around:
+                assert_refused("topk_idx[4, 1]", ep.moe_mlp, buffer, x, bad, *others, num_parts=2)
+        assert buffer._engine._c.epoch == epoch, "something was sent"
+        text = error_of(ep.moe_mlp, buffer, x, idx, *others, num_parts=2, max_recv_rows=1)
+        assert text.startswith("max_recv_rows: too small"), text
 
 
 # ---- order of launches, with stand-ins for streams ------------------------------------------------------------------
@@ -207,17 +135,9 @@ FORWARD = """
     main waits for side
     side waits for main
 """
-COUNTED = """
-    side waits for main
-    side: dispatch 3; side: event 1
-    main waits for event 1 of side; main: experts; main: event 1
-    side: dispatch 2; side: event 2
-    side waits for event 1 of main; side: combine 3
-    main waits for event 2 of side; main: experts; main: event 2
-    side waits for event 2 of main; side: combine 2
-    main waits for side
-    side waits for main
-"""
+# The dispatch of B, where the host waits for its counts, and what then comes before it.
+B, AFTER = "    side: dispatch 2; side: event 2\n", "main: experts; main: event 1\n"
+COUNTED = FORWARD.replace(B, "").replace(AFTER, AFTER + B)
 BACKWARD = """
     side waits for main
     side: dispatch 2; side: event 3
@@ -232,8 +152,6 @@ BACKWARD = """
     main waits for side
     side waits for main
 """
-
-
 CAT = "parts of the gradients of topk_weights"
 
 
@@ -282,12 +200,7 @@ class Machine:
 
 @on_ranks(2)
 def test_the_order_of_launches(rank: int) -> None:
-    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=1)
-    generator = torch.Generator().manual_seed(rank)
-    shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    idx = torch.rand(5, 4, generator=generator).topk(2).indices
-    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
+    with small_layer(rank, 2) as (buffer, leaves, idx):
         plain = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2)
         of_plain = torch.autograd.grad(plain.sum(), leaves)
         for given, forward in (dict(max_recv_rows=40), FORWARD), ({}, COUNTED):
@@ -311,12 +224,9 @@ def test_the_order_of_launches(rank: int) -> None:
 @on_ranks(1)
 def test_a_later_write_orders_the_memory_that_it_reads(rank: int) -> None:
     """Gradients of weights in another stream, when the layer is over: it reads memory of the side stream."""
-    generator = torch.Generator().manual_seed(rank)
-    shapes = (5, 16), (5, 2), (4, 8, 16), (4, 16, 4)
-    x, probs, w1, w2 = (torch.randn(shape, generator=generator) for shape in shapes)
-    idx, take = torch.rand(5, 4, generator=generator).topk(2).indices, []
-    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
-    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+    take: list = []
+    with small_layer(rank) as (buffer, leaves, idx), pytest.MonkeyPatch.context() as patch:
+        x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
         machine = Machine(patch, buffer)
         given = buffer, x, idx, probs, Parameters(w1, w2), 40
         overlap.mlp_in_parts(*given, overlap=True, take_grads=take.append).sum().backward()
@@ -330,11 +240,7 @@ def test_a_later_write_orders_the_memory_that_it_reads(rank: int) -> None:
 @on_ranks(1)
 def test_an_error_while_peers_wait_ends_the_buffer(rank: int) -> None:
     """An error while operations are left ends the buffer; a ValueError does not, nor one behind the last operation."""
-    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
-    shapes = (5, 16), (5, 2), (4, 8, 16), (4, 16, 4)
-    leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
-    idx = torch.rand(5, 4).topk(2).indices
-    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
+    with small_layer(rank) as (buffer, leaves, idx):
         for place, kind, ends in (
             ("run_rows", torch.cuda.OutOfMemoryError, True),
             ("run_rows", ValueError, False),

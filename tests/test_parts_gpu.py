@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from test_experts import NAMES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -166,7 +167,9 @@ def test_many_steps_in_a_row(pools, num_ranks, ranks_per_node, counted):
     pools(num_ranks).run(many_steps, ranks_per_node, counted)
 
 
-def in_two_streams(rank: int, counted: bool) -> None:
+@pytest.mark.parametrize("counted", [True, False])
+@on_ranks(2)
+def test_layers_in_two_streams(rank: int, counted: bool) -> None:
     """Layers in two streams in turn. Only the buffer orders these: each has memory and a side stream of its own."""
     with make_buffer() as buffer:
         given = [layer_inputs(rank, kind, 2900 - 577 * rank, n) for n, kind in enumerate(KINDS)]
@@ -181,11 +184,6 @@ def in_two_streams(rank: int, counted: bool) -> None:
         for step, values in enumerate(found):
             assert_same(plain[step % 3], values, f"step {step}")
         buffer.check()
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_layers_in_two_streams(pools, counted):
-    pools(2).run(in_two_streams, counted)
 
 
 def in_a_graph(rank: int, ranks_per_node: int, num_parts: int) -> None:
@@ -249,7 +247,8 @@ def test_ranks_that_choose_differently(pools, num_ranks, ranks_per_node):
     pools(num_ranks).run(each_its_own_way, ranks_per_node)
 
 
-def a_forward_has_the_bits_of_one_part(rank: int) -> None:
+@on_ranks(2)
+def test_a_forward_has_the_bits_of_one_part(rank: int) -> None:
     """A row of the result is the same sum, whatever the tile that it is in."""
     with make_buffer() as buffer, torch.no_grad():
         for kind in KINDS:
@@ -258,7 +257,8 @@ def a_forward_has_the_bits_of_one_part(rank: int) -> None:
             assert torch.equal(one, two), kind
 
 
-def the_host_waits_for_nothing(rank: int) -> None:
+@on_ranks(2)
+def test_the_host_waits_for_nothing(rank: int) -> None:
     with make_buffer() as buffer:
         given = layer_inputs(rank, "uniform", 2500, seed=0)
         plain = run_layer(buffer, given, num_parts=2, **rows_of(False))
@@ -270,22 +270,8 @@ def the_host_waits_for_nothing(rank: int) -> None:
         assert_same(plain, found, "again")
 
 
-def gradients_are_added_elsewhere(rank: int) -> None:
-    """As Megatron's experts: a tensor for each expert, and gradients added to float32 sums."""
-    results = []
-    with make_buffer() as buffer:
-        given = layer_inputs(rank, "uniform", 2500 - 300 * rank, seed=3)
-        for overlap in (False, True):
-            for keep_activated in (True, False):
-                found, write = run_with_sums(buffer, given, keep_activated=keep_activated, overlap=overlap)
-                write()
-                results.append(found)
-        buffer.check()
-    for result in results[1:]:
-        assert_same(results[0], result, "sums")
-
-
-def gradients_are_written_behind_other_layers(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_are_written_behind_other_layers(rank: int) -> None:
     """As with delay_wgrad_compute: gradients of weights are written when another layer has run."""
     with make_buffer() as buffer:
         given = [layer_inputs(rank, kind, 2500 - 300 * rank, n) for n, kind in enumerate(KINDS)]
@@ -309,7 +295,8 @@ def gradients_are_written_behind_other_layers(rank: int) -> None:
             assert_same(plain, found, f"step {step}")
 
 
-def a_recompute(rank: int) -> None:
+@on_ranks(2)
+def test_a_recompute(rank: int) -> None:
     """Two layers, each in a checkpoint: a forward without gradients, and again in the backward."""
     with make_buffer() as buffer:
         _, idx, *weights = layer_inputs(rank, "hot", 2500 - 300 * rank, seed=1)
@@ -338,7 +325,8 @@ def residual_layer(buffer: ep.Buffer, idx: Tensor, rows: Tensor, *others: Tensor
 # ---- mistakes and late ranks ----------------------------------------------------------------------------------------
 
 
-def after_a_bad_entry_in_either_part_the_buffer_goes_on(rank: int) -> None:
+@on_ranks(2)
+def test_after_a_bad_entry_in_either_part_the_buffer_goes_on(rank: int) -> None:
     with make_buffer() as buffer:
         x, idx, *others = layer_inputs(rank, "uniform", 2100, seed=0)
         for token, of_part in ((17, 17), (1067, 17)):
@@ -357,7 +345,8 @@ def after_a_bad_entry_in_either_part_the_buffer_goes_on(rank: int) -> None:
         buffer.destroy()
 
 
-def an_error_between_the_parts_ends_the_buffer(rank: int) -> None:
+@on_ranks(2)
+def test_an_error_between_the_parts_ends_the_buffer(rank: int) -> None:
     """Rank 0 fails in the experts of B. Rank 1 hears of it before its limit, while rank 0 keeps its buffer."""
     buffer, given = make_buffer(), layer_inputs(rank, "uniform", 2100, seed=0)
     run_layer(buffer, given)
@@ -387,23 +376,9 @@ def an_error_between_the_parts_ends_the_buffer(rank: int) -> None:
     buffer.destroy()
 
 
-TWO_RANKS = [
-    a_forward_has_the_bits_of_one_part,
-    the_host_waits_for_nothing,
-    gradients_are_added_elsewhere,
-    gradients_are_written_behind_other_layers,
-    a_recompute,
-    after_a_bad_entry_in_either_part_the_buffer_goes_on,
-    an_error_between_the_parts_ends_the_buffer,
-]
-
-
-@pytest.mark.parametrize("run", TWO_RANKS, ids=lambda run: run.__name__)
-def test_two_nodes_of_one_rank(pools, run):
-    pools(2).run(run)
-
-
-def a_late_rank(rank: int, counted: bool) -> float:
+@pytest.mark.parametrize("counted", [True, False])
+@on_ranks(2)
+def test_a_late_rank_is_named(rank: int, counted: bool) -> None:
     buffer = make_buffer(timeout_s=LIMIT_S)
     given = layer_inputs(rank, "uniform", 2100, seed=0)
     run_layer(buffer, given)
@@ -411,17 +386,11 @@ def a_late_rank(rank: int, counted: bool) -> float:
     if rank == 1:
         time.sleep(2 * LIMIT_S)
         buffer.destroy()
-        return 0.0
+        return
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as error:
         run_layer(buffer, given, **rows_of(counted))
         buffer.check()
     torch.cuda.synchronize()
     assert error.value.late_ranks == (1,)
-    return time.monotonic() - begin
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_late_rank_is_named(pools, counted):
-    waited = pools(2).run(a_late_rank, counted)
-    assert LIMIT_S - 1 < waited[0] < LIMIT_S + 5
+    assert LIMIT_S - 1 < time.monotonic() - begin < LIMIT_S + 5

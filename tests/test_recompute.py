@@ -6,17 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import on_ranks
+from conftest import on_ranks, planned_dispatches
 from test_autograd import normal
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import ep_dispatcher as ep
-from ep_dispatcher import operation, recompute
+from ep_dispatcher import recompute
 from ep_dispatcher.tools.testing import device_of, same_bits
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 16, 24, 8, 3, 20
@@ -84,20 +80,6 @@ checkpointed = partial(checkpoint, use_reentrant=False, context_fn=ep.recompute_
 
 
 @contextlib.contextmanager
-def dispatches():
-    """A list that gets "plan" or "reuse" for every dispatch of the engine."""
-    seen, run = [], operation.run_dispatch
-
-    def note(buffer, request):
-        seen.append("plan" if request.plan is None else "reuse")
-        return run(buffer, request)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "run_dispatch", note)
-        yield seen
-
-
-@contextlib.contextmanager
 def no_counts():
     """No host waits for counts of a GPU."""
 
@@ -135,7 +117,7 @@ def test_a_recompute_uses_the_plan_of_its_forward_pass(rank, engine, how, order)
         xs = [tokens(rank, number, device_of(engine, rank)) for number in range(3)]
         expected = [Microbatch(model, x).backward() for x in xs]
         found, flying = {}, {}
-        with dispatches() as seen:
+        with planned_dispatches() as seen:
             for letter in order:
                 number, before = "abc".index(letter.lower()), len(seen)
                 if letter.isupper():
@@ -177,7 +159,7 @@ def test_layers_in_one_checkpoint_and_checkpoints_in_checkpoints(rank, engine, o
         x = tokens(rank, 0, device_of(engine, rank))
         expected = Microbatch(Three(buffer, plain), x).backward()
         flying = Microbatch(Three(buffer, inner), x, outer)
-        with dispatches() as seen:
+        with planned_dispatches() as seen:
             found = flying.backward()
         assert_same(found, expected)
         assert seen and "plan" not in seen
@@ -187,9 +169,13 @@ def test_layers_in_one_checkpoint_and_checkpoints_in_checkpoints(rank, engine, o
 def test_a_retained_graph_recomputes_again(rank, engine):
     with make_buffer(engine) as buffer:
         flying = Microbatch(Layer(buffer), tokens(rank, 0, device_of(engine, rank)), checkpointed)
-        with dispatches() as seen:
+        with planned_dispatches() as seen:
             assert_same(flying.backward(retain_graph=True), flying.backward())
         assert seen == ["reuse"] * 4
+
+
+OF_PASS = r"checkpointed forward pass \d+"
+OTHER_OPTIONS = dict(layout=dict(layout="rank"), limit=dict(max_recv_rows=ALL_ROWS), alignment=dict(expert_alignment=2))
 
 
 class Changed(nn.Module):
@@ -201,25 +187,18 @@ class Changed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         again, self.num_runs = self.num_runs > 0, self.num_runs + 1
+        how = self.how if again else ""
         y = self.layer(x)
-        if self.how == "fewer" and again:
+        if how == "fewer":
             return y + self.layer.scale
         idx, weights = self.layer.moe.router(x)
-        buffer, options = self.layer.buffer, {}
-        if again and self.how == "experts":
+        if how == "experts":
             idx = (idx + 1) % NUM_EXPERTS
-        if again and self.how == "tokens":
+        if how == "tokens":
             x, idx, weights = x[1:], idx[1:], weights[1:]
-        if again and self.how == "buffer":
-            buffer = self.other
-        if again and self.how == "layout":
-            options["layout"] = "rank"
-        if again and self.how == "limit":
-            options["max_recv_rows"] = ALL_ROWS
-        if again and self.how == "alignment":
-            options["expert_alignment"] = 2
-        out = ep.dispatch(buffer, x, idx, weights, **options)
-        if again and self.how == "more":
+        buffer = self.other if how == "buffer" else self.layer.buffer
+        out = ep.dispatch(buffer, x, idx, weights, **OTHER_OPTIONS.get(how, {}))
+        if how == "more":
             with torch.no_grad():
                 ep.dispatch(buffer, x, idx)
         return y + (out.x * self.layer.scale).sum()
@@ -228,13 +207,10 @@ class Changed(nn.Module):
 @pytest.mark.parametrize(
     "how, text",
     [
-        (
-            "experts",
-            r"checkpointed forward pass \d+, dispatch 2, recompute: topk_idx\[\d+, \d\]: given \d, allowed: \d, ",
-        ),
-        ("tokens", r"checkpointed forward pass \d+, dispatch 2, recompute: topk_idx: given 19 tokens, allowed: 20 "),
-        ("more", r"number of dispatches: given 3 in a recompute, allowed: 2, as in checkpointed forward pass \d"),
-        ("fewer", r"number of dispatches: given 1 in a recompute, allowed: 2, as in checkpointed forward pass \d"),
+        ("experts", rf"{OF_PASS}, dispatch 2, recompute: topk_idx\[\d+, \d\]: given \d, allowed: \d, "),
+        ("tokens", rf"{OF_PASS}, dispatch 2, recompute: topk_idx: given 19 tokens, allowed: 20 "),
+        ("more", f"number of dispatches: given 3 in a recompute, allowed: 2, as in {OF_PASS}"),
+        ("fewer", f"number of dispatches: given 1 in a recompute, allowed: 2, as in {OF_PASS}"),
         ("buffer", "buffer: given Buffer.*, allowed: Buffer"),
         ("layout", "layout: given rank, allowed: expert, as in the forward pass"),
         ("limit", "max_recv_rows: given 120, allowed: None, as in the forward pass"),
@@ -298,24 +274,15 @@ def test_a_pass_without_gradients_keeps_no_plans(rank, engine):
         with torch.no_grad():
             assert same_bits(checkpointed(layer, x), y)
         assert plans_kept() == 1
-        with dispatches() as seen:
+        with planned_dispatches() as seen:
             flying.backward()
         assert "plan" not in seen and not plans_kept()
 
 
-class Both:
-    """Two contexts as one."""
-
-    def __init__(self, *contexts):
-        self.contexts = contexts
-
-    def __enter__(self):
-        for one in self.contexts:
-            one.__enter__()
-
-    def __exit__(self, *error):
-        for one in reversed(self.contexts):
-            one.__exit__(*error)
+@contextlib.contextmanager
+def both(first, second):
+    with first, second:
+        yield
 
 
 @pytest.mark.parametrize("how", ["by rank", "layer", "plan"])
@@ -328,14 +295,14 @@ def test_with_a_policy_of_selective_checkpoints(rank, engine, how, policy, order
 
     def contexts():
         pairs = ep.recompute_contexts(), create_selective_checkpoint_contexts(kept)
-        return tuple(Both(*both[::order]) for both in zip(*pairs))
+        return tuple(both(*contexts[::order]) for contexts in zip(*pairs))
 
     with make_buffer(engine, dtype=torch.bfloat16) as buffer:
         layer = Layer(buffer, how).bfloat16()
         x = tokens(rank, 0, device_of(engine, rank)).bfloat16()
         expected = Microbatch(layer, x, partial(checkpoint, use_reentrant=False)).backward()
         flying = Microbatch(layer, x, partial(checkpoint, use_reentrant=False, context_fn=contexts))
-        with dispatches() as seen:
+        with planned_dispatches() as seen:
             found = flying.backward()
         assert seen == ["reuse"] * (1 if policy == "keeps rows" else 2)
         for t, of in zip(found, expected):  # moe_mlp runs PyTorch's grouped GEMMs under a policy
@@ -355,7 +322,7 @@ def test_torch_compile_plans_again(rank, engine, where):
             compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
             run = partial(checkpoint, compiled(layer) if where == "inside" else layer, use_reentrant=False, **context)
             run = compiled(lambda x, run=run: run(x)) if where == "around" else run
-            with dispatches() as seen:
+            with planned_dispatches() as seen:
                 results.append((Microbatch(layer, x, lambda _, x, run=run: run(x)).backward(), seen))
         (expected, planned), (found, planned_again) = results
         assert_same(found, expected)

@@ -5,10 +5,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive, launched_operations
+from conftest import exhaustive, launched_operations, planned_dispatches
 
 import ep_dispatcher as ep
-from ep_dispatcher import operation
 from ep_dispatcher.tools.testing import RankError
 
 WHY = "no transformers 5.24 with accelerate, which .ci/run installs"
@@ -38,11 +37,8 @@ MODELS = dict(
         **SIZES, num_local_experts=experts, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     ),
 )
-BATCHES, BOTH, COPIES = (
-    dict(fsdp_size=4),
-    dict(fsdp_size=2, tp_size=2),
-    dict(tp_size=4),
-)  # ranks with tokens of their own
+# Layouts by which ranks have tokens of their own: all, two groups, none.
+BATCHES, BOTH, COPIES = dict(fsdp_size=4), dict(fsdp_size=2, tp_size=2), dict(tp_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +124,6 @@ def test_a_step_and_a_generation_are_as_with_all_to_all(pools, saved, name, layo
         assert launched.count("dispatch") == launched.count("combine") == LAYERS * passes
 
 
-def steps_and_plans(model, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
-    """What `step` returns, and the number of plans made."""
-    made, run = [], operation.run_dispatch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "run_dispatch", lambda *given: made.append(given[1].plan) or run(*given))
-        return step(model, ids), made.count(None)
-
-
 def kinds(rank: int, folder) -> None:
     """Activation checkpoints, torch.compile and autocast around the layers."""
     ids = tokens(rank, BATCHES, 6)
@@ -148,8 +136,11 @@ def kinds(rank: int, folder) -> None:
             model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": ep.recompute_contexts})
         else:
             model.compile(backend="aot_eager")
-        seen, planned = steps_and_plans(model, ids)
-        assert planned == LAYERS * (4 + {"checkpoints": 2}.get(kind, 1)), kind  # 4: tokens that are generated
+        with planned_dispatches() as dispatches:
+            seen = step(model, ids)
+        assert dispatches.count("plan") == LAYERS * (4 + {"checkpoints": 2}.get(kind, 1)), (
+            kind
+        )  # 4: tokens that are generated
         for name, t in expected.items():
             torch.testing.assert_close(seen[name], t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 

@@ -85,12 +85,8 @@ class Losses(MetricsProcessor):
 
     def __init__(self, config, **_):
         self.config, self.color, self.seen = config, titan_utils.NoColor(), []
-        self.device_memory_monitor, self.device_name, self.max_reserved_gib, self.max_reserved_pct = (
-            self,
-            "CPU",
-            0.0,
-            0.0,
-        )
+        self.device_memory_monitor, self.device_name = self, "CPU"
+        self.max_reserved_gib = self.max_reserved_pct = 0.0
         self.data_loading_times, self.ntokens_since_last_log = [], 0
 
     def get_peak_stats(self):
