@@ -138,9 +138,8 @@ def kinds(rank: int, folder) -> None:
             model.compile(backend="aot_eager")
         with planned_dispatches() as dispatches:
             seen = step(model, ids)
-        assert dispatches.count("plan") == LAYERS * (4 + {"checkpoints": 2}.get(kind, 1)), (
-            kind
-        )  # 4: tokens that are generated
+        num_passes = 4 + (2 if kind == "checkpoints" else 1)  # 4: tokens that are generated
+        assert dispatches.count("plan") == LAYERS * num_passes, kind
         for name, t in expected.items():
             torch.testing.assert_close(seen[name], t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
