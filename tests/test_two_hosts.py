@@ -55,18 +55,20 @@ def by_default(nodes: tuple, run, rank: int, *given):
         exhaustive(2, dict(ipv6=True, mtu=9000), None),
         exhaustive(2, dict(loss=5), "eth0"),
         exhaustive(2, dict(rate="20mbit"), "eth0"),
+        exhaustive(3, {}, "eth0"),
         exhaustive(4, {}, "eth0"),
     ],
     ids=str,
 )
 def test_bits_of_the_definition(make_hosts, num_hosts, options, interface):
-    hosts, per_host = make_hosts(num_hosts, **options), 4 // num_hosts
-    nodes = tuple(tuple(range(first, first + per_host)) for first in range(0, 4, per_host))
+    hosts, per_host = make_hosts(num_hosts, **options), 1 if num_hosts == 4 else 2
+    num_ranks = num_hosts * per_host
+    nodes = tuple(tuple(range(first, first + per_host)) for first in range(0, num_ranks, per_host))
     with HostsPool(hosts, per_host, interface=interface, timeout_s=180) as pool:
         for case in CASES:
-            case = dataclasses.replace(case, ranks_per_node=per_host)
+            case = dataclasses.replace(case, num_ranks=num_ranks, ranks_per_node=per_host)
             grid.check_case(lambda _: pool, "cpu", case, run=partial(by_default, nodes, grid.run_case))
-        case = grid.Case(4, per_host, **test_nodes.SMALL)
+        case = grid.Case(num_ranks, per_host, **test_nodes.SMALL)
         before = [sent(hosts, host) for host in range(num_hosts)]
         pool.run(partial(by_default, nodes, test_nodes.train), "cpu", case, 4)
         for host in range(num_hosts):
