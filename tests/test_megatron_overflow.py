@@ -21,9 +21,9 @@ from ep_dispatcher.integrations.megatron import capacity, graphs, limits, overfl
 pytestmark = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
 
 VOCABULARY, LENGTH, MICROBATCHES, BATCH = 64, 16, 4, 4
-STEPS, EVALUATE_AFTER = 6, 3
+STEPS, EVALUATE_AFTER = 10, 5
 HALF, ALL = 0.6, 1.0  # share of the tokens that go to experts 0 and 1, both of the first rank of a group
-SKEWED = {2: HALF, 5: ALL}
+SKEWED = {3: HALF, 7: ALL}
 ENOUGH = 4.0
 
 MODEL = dict(
