@@ -11,8 +11,9 @@ ranks of the group. The store has the number of the open round. The ranks do not
 timed out or never called would count differently. A rank that times out closes the round, and nobody can join it.
 
 **Decisions.** Every step is decided once, by an atomic compare_set of its key: "complete", by the rank that arrives
-last; "late", by the first rank whose limit is over; or "stopped", by a rank that leaves with an error. All ranks read
-the same decision, so no rank keeps a buffer that another rank has abandoned.
+last; "late", by the first rank whose limit is over; or "stopped", by a rank that leaves with an error. If all have
+arrived, and the last one is gone before it decides, the first rank whose limit is over decides "complete". All ranks
+read the same decision, so no rank keeps a buffer that another rank has abandoned.
 
 **Late ranks.** A rank that arrives after the others timed out opens a new round and waits there for its limit. If the
 others meet it there with their next attempt, they are one buffer ahead of it. Every rank brings its number of attempts
@@ -335,21 +336,17 @@ class Gather:
         return decision, store.multi_get([self._key(step, rank) for rank in range(self._size)])
 
     def _await_decision(self, store: Store, step: int, limit_s: float) -> dict[str, Any]:
-        key, late = self._key(step, "decision"), []
-        for wait_s in (limit_s, GRACE_S):  # again if all have arrived and the last one is about to decide
-            try:
-                store.wait([key], wait_limit(wait_s))
-            except Exception as error:  # too late; or the store is gone, then the next call fails too
-                if not is_peer_failure(error):
-                    raise
-                self._raise_if_left()
-                late = [rank for rank in range(self._size) if not store.check([self._key(step, rank)])]
-                if late:
-                    break
-            else:
-                self._raise_if_left()  # the key may be deleted, and a get would wait for it
-                return _read_decision(store.get(key), self._size)
-        return self._decide(store, step, {"late": late})
+        key = self._key(step, "decision")
+        try:
+            store.wait([key], wait_limit(limit_s))
+        except Exception as error:  # too late; or the store is gone, then the next call fails too
+            if not is_peer_failure(error):
+                raise
+            self._raise_if_left()
+            late = [rank for rank in range(self._size) if not store.check([self._key(step, rank)])]
+            return self._decide(store, step, {"late": late} if late else {"complete": True})
+        self._raise_if_left()  # the key may be deleted, and a get would wait for it
+        return _read_decision(store.get(key), self._size)
 
     def _decide(self, store: Store, step: int, decision: dict[str, Any]) -> dict[str, Any]:
         """Decide a step and return the decision, which is an earlier one if there is any. Then no rank can join."""

@@ -33,6 +33,7 @@ from test_interrupts import after, handler, interrupt_this_process
 import ep_dispatcher as ep
 from ep_dispatcher import checks, engines, envs, gather
 from ep_dispatcher.memory import Shape
+from ep_dispatcher.threads import StoreHangs
 
 LIMIT_S = 2.0
 SLACK_S = 20.0  # a loaded machine; a wait that knows no limit is longer
@@ -480,3 +481,25 @@ def test_what_is_no_decision_is_an_error(rank):
     dist.barrier()
     with pytest.raises(RuntimeError, match="is no decision of ep_dispatcher"):
         make_buffer(group, timeout_s=LONG_S)
+
+
+@on_ranks(3)
+def test_the_last_to_arrive_is_gone_before_it_decides(rank):
+    """It loses the store at that moment. The others go on to the next step, and name this rank alone."""
+    usual = gather.Gather._decide
+
+    def decide(self, store, step, decision):
+        if rank == 2 and step == 0 and "complete" in decision:
+            raise StoreHangs("the cable is cut")
+        return usual(self, store, step, decision)
+
+    dist.barrier()
+    if rank == 2:
+        time.sleep(LIMIT_S / 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather.Gather, "_decide", decide)
+        error = late_error(lambda: make_buffer(timeout_s=LIMIT_S))
+    assert error.late_ranks == (2,) if rank < 2 else "did not answer" in str(error)
+    assert error.phase == ("configuration" if rank == 2 else "memory")
+    dist.barrier()
+    check_new_buffer()
