@@ -212,7 +212,8 @@ class Gather:
         limit_s = GRACE_S if waited_for else self._limit_s + GRACE_S * waits_for_peers
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
-            decision, messages = in_thread(partial(self._exchange, message, limit_s), limit_s + GRACE_S + STORE_S)
+            end_s = limit_s + STORE_S + GRACE_S * (not waits_for_peers)  # in any case 5 s after the buffer's limit
+            decision, messages = in_thread(partial(self._exchange, message, limit_s), end_s)
         except Exception as error:  # of the store: only a time-out or a closed connection is a late peer
             if is_peer_failure(error):  # and with the store the answer to who is late is gone
                 self._given_up = self._store_is_gone = True
