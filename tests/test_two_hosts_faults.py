@@ -156,8 +156,9 @@ def test_a_host_is_away_and_comes_back(make_hosts, fault, makes_buffers):
     all_notice_s = LIMIT_S + 2 * LATER_S
     seen = run_with(make_hosts(2), lambda hosts, pool: fault(hosts, all_notice_s), endure, None, makes_buffers)
     for rank in NODES[0]:
-        assert seen[rank].late_ranks <= {2, 3} and seen[rank].seconds < LIMIT_S + LATER_S, seen
-    assert seen[0].late_ranks == seen[1].late_ranks, seen
+        assert seen[rank].late_ranks & {2, 3} and seen[rank].seconds < LIMIT_S + LATER_S, seen
+    if not makes_buffers:  # where they do, one may be a buffer ahead, and then waits for the other too
+        assert seen[0].late_ranks == seen[1].late_ranks <= {2, 3}, seen
     if fault is pull_the_cable:  # they reach nobody, not even the store
         most_s = LIMIT_S + LATER_S + 1.5 + 2 * makes_buffers  # connecting has 2 s of its own, before the exchange
         for rank in NODES[1]:
