@@ -155,14 +155,16 @@ def suspend_a_host(hosts: Hosts, seconds: float) -> None:
 def test_a_host_is_away_and_comes_back(make_hosts, fault, makes_buffers):
     all_notice_s = LIMIT_S + 2 * LATER_S
     seen = run_with(make_hosts(2), lambda hosts, pool: fault(hosts, all_notice_s), endure, None, makes_buffers)
-    for rank in NODES[0]:
-        assert seen[rank].late_ranks & {2, 3} and seen[rank].seconds < LIMIT_S + LATER_S, seen
-    if not makes_buffers:  # where they do, one may be a buffer ahead, and then waits for the other too
+    most_s = LIMIT_S + LATER_S
+    if makes_buffers:  # a buffer and its first operations have several waits
+        most_s *= 3
+    else:  # else one may be a buffer ahead, and then waits for the other too
         assert seen[0].late_ranks == seen[1].late_ranks <= {2, 3}, seen
+    for rank in NODES[0]:
+        assert seen[rank].late_ranks & {2, 3} and seen[rank].seconds < most_s, seen
     if fault is pull_the_cable:  # they reach nobody, not even the store
-        most_s = LIMIT_S + LATER_S + 1.5 + 2 * makes_buffers  # connecting has 2 s of its own, before the exchange
         for rank in NODES[1]:
-            assert "did not answer" in seen[rank].text and seen[rank].seconds < most_s, seen
+            assert "did not answer" in seen[rank].text and seen[rank].seconds < most_s + 1.5, seen
 
 
 def stay_right(rank: int) -> float:
