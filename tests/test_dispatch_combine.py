@@ -14,6 +14,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import memory, reference
 from ep_dispatcher.tools.testing import (
     ROUTINGS,
+    RankPool,
     device_of,
     different_bits,
     make_routing,
@@ -217,6 +218,8 @@ class Received:
 def make_buffer(case: Case, engine: str, max_tokens_per_rank: int, group=None, **changes) -> ep.Buffer:
     names = ("hidden", "num_experts", "num_topk", "dtype", "ranks_per_node")
     sizes = {name: getattr(case, name) for name in names} | dict(max_tokens_per_rank=max_tokens_per_rank, timeout_s=60)
+    if case.num_ranks > 8:  # they may share one GPU under MPS
+        sizes["num_sms"] = 128 // case.num_ranks
     return ep.Buffer(group, engine=engine, **(sizes | changes))
 
 
@@ -366,6 +369,24 @@ def test_many_tokens(pools, engine, ranks_per_node, layout, threads):
     """More tokens than any engine moves in one piece."""
     shape = dict(tokens="many", num_topk=3, layout=layout, threads=threads)
     check_case(pools, engine, Case(4, ranks_per_node, torch.bfloat16, **shape))
+
+
+@pytest.mark.parametrize(
+    "num_ranks,ranks_per_node",
+    [(16, 16), (16, 1), (16, 2), exhaustive(24, 24), exhaustive(32, 32), exhaustive(32, 1), exhaustive(32, 4)],
+)
+@pytest.mark.parametrize("engine", ["cpu"])
+def test_many_ranks(engine, num_ranks, ranks_per_node):
+    """More ranks of a node, and more nodes, than a node has GPUs; more ranks than tokens, and less."""
+    shape = dict(num_topk=8, hidden=512, experts_per_rank=3)
+    with RankPool(num_ranks, timeout_s=180) as pool:
+        for options in (
+            dict(tokens="uneven", recv="spare"),
+            dict(tokens="few chunks", routing="skewed", layout="rank"),
+            dict(tokens="few chunks", routing="masked", payload="quantize", alignment=8),
+        ):
+            case = Case(num_ranks, ranks_per_node, torch.bfloat16, **shape, **options)
+            check_case(lambda _: pool, engine, case)
 
 
 def run_case_in_groups(rank: int, engine: str, case: Case, members: list[list[int]], inputs: list, again: list):

@@ -75,7 +75,8 @@ def differing(num_ranks: int, before, kinds, after):
 @pytest.mark.parametrize("blocks", BOTH)
 @pytest.mark.parametrize(
     "shape,length",
-    [((2, 1, 3), 3), ((2, 2, 2), 3), ((3, 2, 1), 2), exhaustive((2, 2, 3), 4), exhaustive((3, 3, 2), 3)],
+    [((2, 1, 3), 3), ((2, 2, 2), 3), ((3, 2, 1), 2), exhaustive((2, 2, 3), 4), exhaustive((3, 3, 2), 3)]
+    + [((12, 1, 1), 1), exhaustive((9, 2, 2), 2), exhaustive((32, 1, 1), 1)],
 )
 def test_no_order_goes_wrong(shape, length, blocks):
     """All programs of so many operations."""
@@ -273,7 +274,9 @@ def test_rules_that_agreement_covers():
 
 @pytest.mark.parametrize("blocks", BOTH)
 @pytest.mark.parametrize(
-    "shape,length", [((2, 1, 3), 2), ((2, 2, 2), 2), ((3, 1, 2), 2), exhaustive((2, 2, 2), 3), exhaustive((3, 2, 2), 2)]
+    "shape,length",
+    [((2, 1, 3), 2), ((2, 2, 2), 2), ((3, 1, 2), 2), exhaustive((2, 2, 2), 3), exhaustive((3, 2, 2), 2)]
+    + [((10, 1, 1), 1)],
 )
 def test_no_order_goes_wrong_over_messages(shape, length, blocks):
     programs = product((*OPERATIONS, FACTORED), repeat=length)
