@@ -52,7 +52,7 @@ def as_float32(scales: Tensor) -> Tensor:
     """The scales themselves, or those whose exponents are packed by four."""
     if scales.dtype == torch.float32:
         return scales
-    return (scales.contiguous().view(torch.uint8).int() << 23).view(torch.float32)
+    return (scales.clone(memory_format=torch.contiguous_format).view(torch.uint8).int() << 23).view(torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from megatron_layer import make_config, make_layer, on_ranks, tokens_of
+from megatron_layer import make_config, make_layer, on_gpu, on_ranks, tokens_of
 
 from ep_dispatcher.integrations.megatron import buffers, margins, register, unregister
 
@@ -109,6 +109,7 @@ def test_layers_of_two_passes_leave_multiprocessors(rank: int):
     margins._free_margins.cache_clear()
 
 
+@pytest.mark.skipif(on_gpu(), reason="what stands for a GPU is for CPUs")
 @on_ranks()
 def test_overlapped_shared_experts_leave_multiprocessors(rank: int):
     """Set in both linear layers of overlapped shared experts, and nowhere else in the layer."""

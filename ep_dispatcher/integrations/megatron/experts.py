@@ -136,7 +136,7 @@ class Experts:
         With a Deferred in place of counts, rows and probs are the tokens of this rank, and the result is combined. With
         a Quantized, rows are the anchor of its rows.
         """
-        self.is_captured |= graphs.is_capturing()
+        self.is_captured |= graphs.is_capturing() or graphs.stream_is_captured()
         for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights, and do no more
             for hook in module._forward_pre_hooks.values():
                 hook(module, (rows, counts))
