@@ -25,6 +25,7 @@ from ep_dispatcher.errors import DisagreementError, OtherRoutingError, PeerTimeo
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS
+from ep_dispatcher.nvlink import find_nodes
 from ep_dispatcher.plain import writable
 from ep_dispatcher.topology import Topology, host_id, registered_group
 
@@ -75,8 +76,10 @@ class Buffer:
     dtype                torch.bfloat16, torch.float16 or torch.float32
     engine               "cpu", "cuda" or "auto". The default "auto" reads EP_DISPATCHER_ENGINE; if that is unset, it
                          takes "cuda" if there is a usable GPU
-    ranks_per_node       None: the ranks of one host form a node, unless EP_DISPATCHER_RANKS_PER_NODE is set. An int:
-                         that many consecutive ranks form a node, also several nodes on one host (virtual nodes)
+    ranks_per_node       None: the ranks that NVLink joins form a node, those of one host (with the CUDA engine also of
+                         several), unless EP_DISPATCHER_RANKS_PER_NODE is set. An int: that many consecutive ranks form
+                         a node, also several nodes on one host (virtual nodes). "nvlink": like None, but an error where
+                         ranks of several hosts cannot use the NVLink between them, not nodes of one host
     timeout_s            limit in seconds of every operation (CUDA engine: of each wait in it) and of each step of
                          making the buffer; None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
                          limits: the shortest ends the wait of all
@@ -116,7 +119,7 @@ class Buffer:
         max_tokens_per_rank: int,
         dtype: torch.dtype = torch.bfloat16,
         engine: str = "auto",
-        ranks_per_node: int | None = None,
+        ranks_per_node: int | str | None = None,
         timeout_s: float | None = None,
         num_sms: int | None = None,
         nccl_sms: int | None = None,
@@ -141,8 +144,9 @@ class Buffer:
                 self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
                 with gather.same_on_all_ranks():
                     _check_same(everyone)
-                    same, hosts = mine["same"], [one["host"] for one in everyone]
-                    topology = Topology.make(group.rank(), hosts, same["ranks_per_node"])
+                same, hosts = mine["same"], [one["host"] for one in everyone]
+                topology, why_hosts = find_nodes(gather, group.rank(), hosts, same["ranks_per_node"], same["engine"])
+                with gather.same_on_all_ranks():
                     self.config = EngineConfig(
                         num_nodes=topology.num_nodes,
                         ranks_per_node=topology.ranks_per_node,
@@ -152,6 +156,7 @@ class Buffer:
                         group=group,
                         topology=topology,
                         hosts=tuple(hosts),
+                        why_hosts=why_hosts,
                         buffer_id=int(self.id),
                         timeout_s=mine["timeout_s"],
                         num_sms=mine["num_sms"],
@@ -605,7 +610,7 @@ def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 def _own_config(
     sizes: tuple[Any, ...],
     engine: str,
-    ranks_per_node: int | None,
+    ranks_per_node: int | str | None,
     timeout_s: float | None,
     num_sms: int | None,
     nccl_sms: int | None,
@@ -619,7 +624,10 @@ def _own_config(
     envs.refuse_removed()
     name = engines.choose(envs.engine() if engine == "auto" else engine)
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
-    if per_node is not None:
+    if isinstance(per_node, str):
+        if per_node != "nvlink" or name != "cuda":
+            checks.fail("ranks_per_node", repr(per_node), "an integer of at least 1, or 'nvlink' with engine='cuda'")
+    elif per_node is not None:
         per_node = checks.integer("ranks_per_node", per_node, 1)
     limit_s = envs.timeout_s() if timeout_s is None else timeout_s
     checks.seconds("timeout_s", limit_s)

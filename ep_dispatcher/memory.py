@@ -163,6 +163,8 @@ def buffer_bytes(
     checks.one_of("engine", engine, ("cuda", "cpu"))
     num_ranks = checks.integer("num_ranks", num_ranks, 1)
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
+    if per_node == "nvlink":
+        per_node = None
     if per_node is not None:
         per_node = checks.integer("ranks_per_node", per_node, 1)
     sizes = checks.buffer_sizes(num_ranks, hidden, num_experts, num_topk, max_tokens_per_rank, dtype)

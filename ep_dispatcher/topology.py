@@ -62,10 +62,10 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def make(rank: int, host_of: list[str], ranks_per_node: int | None) -> Topology:
+    def make(rank: int, host_of: list[str], ranks_per_node: int | None, place: str = "host") -> Topology:
         """Group the ranks into nodes of ``ranks_per_node`` consecutive ranks, or (None) one node per host.
 
-        Raises ValueError when the ranks cannot be split so.
+        Raises ValueError when the ranks cannot be split so. It calls what ``host_of`` names a ``place``.
         """
         num_ranks = len(host_of)
         if ranks_per_node is not None:
@@ -75,16 +75,16 @@ class Topology:
             for node in nodes:
                 if len({host_of[r] for r in node}) > 1:
                     raise ValueError(
-                        f"ranks_per_node: given {ranks_per_node}, but ranks {list(node)} are not on one host; allowed: "
-                        "a size that puts only ranks of one host into a node"
+                        f"ranks_per_node: given {ranks_per_node}, but ranks {list(node)} do not share one {place}; "
+                        f"allowed: a size that puts only ranks of one {place} into a node"
                     )
         else:
             hosts = list(dict.fromkeys(host_of))
             nodes = [tuple(r for r in range(num_ranks) if host_of[r] == host) for host in hosts]
             if len({len(node) for node in nodes}) > 1:
                 raise ValueError(
-                    f"group: has {[len(node) for node in nodes]} ranks on its hosts; allowed: the same number on every "
-                    "host (or ranks_per_node, a size that divides each of them)"
+                    f"group: its {place}s have {[len(node) for node in nodes]} ranks; allowed: the same number in each "
+                    "(or ranks_per_node, a size that divides each of them)"
                 )
         return Topology(rank, tuple(nodes))
 

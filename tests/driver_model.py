@@ -2,7 +2,8 @@
 
 ``install(pages)`` puts it in the place of cuda-bindings in this process. It is as strict as the driver: addresses must
 be reserved, mappings must not overlap and are unmapped as a whole, sizes are multiples of a page. Memory is real, and
-real processes share it by real descriptors, so ``pages_in_use`` counts what a GPU would hold.
+real processes share it by real descriptors, so ``pages_in_use`` counts what a GPU would hold. A fabric handle names an
+allocation of a process, and leads to it as long as the process has not released it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+import struct
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -24,23 +26,30 @@ class Status(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_NOT_PERMITTED = 800
 
 
 class Driver:
-    """The functions that device_memory.py calls. ``pages_left``: how many this process may still create."""
+    """The functions that device_memory.py calls. ``pages_left``: how many this process may still create.
+
+    ``has_imex``: whether it may make and take fabric handles.
+    """
 
     CUresult = Status
-    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR="fd")
+    CUmemAllocationHandleType = SimpleNamespace(
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR="fd", CU_MEM_HANDLE_TYPE_FABRIC="fabric"
+    )
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device")
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="read and write")
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM="minimum")
 
     def __init__(self, pages_left: int = 1 << 20):
-        self.pages_left = pages_left
+        self.pages_left, self.has_imex = pages_left, True
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
-        self.handles: set[int] = set()  # open descriptors
+        self.handles: dict[int, str] = {}  # open descriptors, and the kind of handle that they were made for
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_long]
@@ -52,8 +61,11 @@ class Driver:
     CUmemAccessDesc = CUmemAllocationProp
 
     def cuMemGetAllocationGranularity(self, properties, option):
+        assert properties.requestedHandleTypes in ("fd", "fabric")
         assert vars(properties) == dict(
-            type="pinned", requestedHandleTypes="fd", location=SimpleNamespace(type="device", id=0)
+            type="pinned",
+            requestedHandleTypes=properties.requestedHandleTypes,
+            location=SimpleNamespace(type="device", id=0),
         )
         return Status.CUDA_SUCCESS, PAGE
 
@@ -77,23 +89,38 @@ class Driver:
         assert num_bytes > 0 and num_bytes % PAGE == 0 and flags == 0 and properties.location.id == 0
         if num_bytes // PAGE > self.pages_left:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        if properties.requestedHandleTypes == "fabric" and not self.has_imex:
+            return Status.CUDA_ERROR_NOT_PERMITTED, None
         handle = os.memfd_create("driver_model")
         os.posix_fallocate(handle, 0, num_bytes)
-        self.handles.add(handle)
+        self.handles[handle] = properties.requestedHandleTypes
         return Status.CUDA_SUCCESS, handle
 
     def cuMemExportToShareableHandle(self, handle, kind, flags):
-        assert handle in self.handles and (kind, flags) == ("fd", 0)
-        return Status.CUDA_SUCCESS, os.dup(handle)
+        assert self.handles[handle] == kind and flags == 0
+        if kind == "fd":
+            return Status.CUDA_SUCCESS, os.dup(handle)
+        return Status.CUDA_SUCCESS, SimpleNamespace(data=struct.pack("3q40x", os.getpid(), handle, inode_of(handle)))
 
-    def cuMemImportFromShareableHandle(self, fd, kind):
-        assert isinstance(fd, int) and kind == "fd"
-        handle = os.dup(fd)
-        self.handles.add(handle)
+    def cuMemImportFromShareableHandle(self, shared, kind):
+        if kind == "fd":
+            assert isinstance(shared, int)
+            handle = os.dup(shared)
+        else:
+            assert kind == "fabric" and isinstance(shared, bytes) and len(shared) == 64
+            pid, fd, inode = struct.unpack("3q40x", shared)
+            try:
+                handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+            except FileNotFoundError:
+                return Status.CUDA_ERROR_INVALID_HANDLE, None
+            if inode_of(handle) != inode:
+                os.close(handle)
+                return Status.CUDA_ERROR_INVALID_HANDLE, None
+        self.handles[handle] = ""
         return Status.CUDA_SUCCESS, handle
 
     def cuMemRelease(self, handle):
-        self.handles.remove(handle)
+        del self.handles[handle]
         os.close(handle)
         return (Status.CUDA_SUCCESS,)
 
@@ -117,6 +144,10 @@ class Driver:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         assert self._nothing_at(address, num_bytes) == address
         return (Status.CUDA_SUCCESS,)
+
+
+def inode_of(fd: int) -> int:
+    return os.fstat(fd).st_ino
 
 
 def install(pages_left: int = 1 << 20) -> Driver:

@@ -194,6 +194,9 @@ def test_ibgda_is_switched_on_before_the_start_where_all_ranks_have_a_card(rank,
         ("nvshmem-puts", 1, 2, False, "NvshmemRegions"),
         ("nvshmem-puts", 1, 1, False, "PeerRegions"),
         ("auto", 2, 2, False, "PeerRegions"),
+        ("auto", 2, 1, False, "PeerRegions"),  # a node of two hosts
+        ("peer", 2, 1, True, "SuspendableRegions"),
+        ("auto", 4, 2, True, "SuspendableRegions"),
         ("nvshmem", 2, 2, False, "NvshmemRegions"),
         ("auto", 1, 1, True, "SuspendableRegions"),
         ("auto", 1, 2, True, "SuspendableRegions"),
@@ -214,7 +217,7 @@ def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts
     gathered: list[str] = []
     config = SimpleNamespace(
         topology=Topology(0, tuple((2 * n, 2 * n + 1) for n in range(num_nodes))),
-        hosts=tuple(f"host {i}" for i in range(num_hosts)),
+        hosts=tuple(f"host {rank * num_hosts // (2 * num_nodes)}" for rank in range(2 * num_nodes)),
         suspendable=suspendable,
         gather=lambda phase, produce: gathered.append(phase),
     )
@@ -228,6 +231,8 @@ def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts
         if chosen != "NvshmemRegions":
             is_nccl = num_nodes > 1 and (wire == "nccl" or num_hosts > 1)
             assert made.wire == ("NCCL" if is_nccl else "peer")
+            if suspendable:
+                assert made._between_hosts == (num_hosts > (num_nodes if is_nccl else 1))
             assert made._members == ((0, 1) if is_nccl else tuple(range(2 * num_nodes)))
         assert getattr(made, "_only_puts", False) == (chosen == "NvshmemRegions" and wire == "nvshmem-puts")
         steps = {"PeerRegions": [], "SuspendableRegions": ["cuda-bindings"], "NvshmemRegions": ["NVSHMEM's module"]}

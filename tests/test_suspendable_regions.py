@@ -1,4 +1,4 @@
-"""Regions that ranks of one host map: descriptors pass, addresses stay, memory goes and comes. A model plays CUDA."""
+"""Regions that ranks of a node map: handles pass, addresses stay, memory goes and comes. A model plays CUDA."""
 
 import os
 import socket
@@ -17,18 +17,22 @@ from test_faults import is_running, settles
 
 from ep_dispatcher.engines.optional import device_memory
 from ep_dispatcher.engines.optional.descriptors import Descriptors
+from ep_dispatcher.engines.optional.fabric_handles import FabricHandles
 from ep_dispatcher.gather import Gather, PeersLate
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 4.0
 
 
-def config_of_ranks(gather: Gather, buffer_id: int = 7, ranks_per_node: int | None = None) -> SimpleNamespace:
+def config_of_ranks(
+    gather: Gather, buffer_id: int = 7, ranks_per_node: int | None = None, between_hosts: bool = False
+) -> SimpleNamespace:
     """What regions read of an EngineConfig."""
-    hosts = ("host",) * dist.get_world_size()
+    num_ranks = dist.get_world_size()
     return SimpleNamespace(
-        topology=Topology.make(dist.get_rank(), hosts, ranks_per_node),
-        hosts=hosts,
+        topology=Topology.make(dist.get_rank(), ["one"] * num_ranks, ranks_per_node),
+        hosts=tuple(f"host {rank * between_hosts}" for rank in range(num_ranks)),
+        store=dist.PrefixStore(f"regions {buffer_id}", dist.distributed_c10d._get_default_store()),
         suspendable=True,
         buffer_id=buffer_id,
         timeout_s=LIMIT_S,
@@ -145,6 +149,56 @@ def test_memory_goes_and_comes_at_its_addresses(rank):
     assert_nothing_left(driver)
 
 
+@on_ranks(1, fresh=True)
+def test_memory_for_other_hosts_is_held_as_long_as_it_is_mapped(rank):
+    driver = driver_model.install()
+    memory = device_memory.DeviceMemory(4 * PAGE, 0, between_hosts=True)
+    for turn in range(3):
+        handle = memory.create(PAGE, PAGE)
+        assert isinstance(handle, bytes) and len(handle) == 64 and len(driver.handles) == 1
+        memory.attach(3 * PAGE, PAGE, handle)
+        at(memory.address + PAGE, PAGE)[0] = turn + 1
+        assert at(memory.address + 3 * PAGE, PAGE)[0] == turn + 1 and len(driver.handles) == 1
+        memory.unmap(PAGE)
+        assert not driver.handles and at(memory.address + 3 * PAGE, PAGE)[0] == turn + 1, "a peer has it"
+        memory.unmap(3 * PAGE)
+        with pytest.raises(RuntimeError, match="^cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_HANDLE$"):
+            memory.attach(3 * PAGE, PAGE, handle)
+    memory.create(0, PAGE)
+    for name in ("cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"):
+        setattr(driver, name, lambda *given: (driver_model.Status.CUDA_ERROR_INVALID_VALUE, None))
+        with pytest.raises(RuntimeError, match=f"^{name}: CUDA_ERROR_INVALID_VALUE$"):
+            memory.create(PAGE, PAGE)
+        assert len(driver.handles) == 1, "only that of the first page"
+        delattr(driver, name)
+    memory.free()
+    assert_nothing_left(driver)
+    assert not driver.handles
+
+
+@on_ranks(1, fresh=True)
+def test_whether_memory_can_be_shared_with_other_hosts_is_tried(rank):
+    driver = driver_model.install()
+    device_memory.try_fabric(0)
+    driver.has_imex = False
+    with pytest.raises(RuntimeError, match="^cuMemCreate: CUDA_ERROR_NOT_PERMITTED$"):
+        device_memory.try_fabric(0)
+    assert_nothing_left(driver)
+    assert not driver.handles
+
+
+@needs_module
+@on_ranks(2, fresh=True)
+def test_a_wrong_number_of_fabric_handles_is_an_error(rank):
+    store = dist.PrefixStore("handles", dist.distributed_c10d._get_default_store())
+    handles = FabricHandles(store, rank, 2, [b"a" * 64] * (2 - rank))
+    dist.barrier()
+    with pytest.raises(
+        RuntimeError, match=f"^the store has {64 * (1 + rank)} bytes of fabric handles of rank {1 - rank}$"
+    ):
+        handles.exchange([b"a" * 64] * (2 - rank), LIMIT_S)
+
+
 @needs_module
 @on_ranks(3, fresh=True)
 def test_where_a_rank_lacks_the_package_all_say_what_to_install(rank):
@@ -167,13 +221,13 @@ def test_where_a_rank_lacks_the_package_all_say_what_to_install(rank):
 # ---- regions ---------------------------------------------------------------------------------------------------------
 
 
-def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7, wire: str = "peer", ranks_per_node=None):
+def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7, wire: str = "peer", **config):
     """Regions as CudaEngine makes them."""
     from ep_dispatcher.engines.cuda import regions
 
     regions._tensor_at = lambda address, num_bytes, device: None
     with Gather(dist.group.WORLD, LIMIT_S) as gather:
-        made = regions.regions_of(config_of_ranks(gather, buffer_id, ranks_per_node), wire)
+        made = regions.regions_of(config_of_ranks(gather, buffer_id, **config), wire)
         assert type(made) is regions.SuspendableRegions
         made.prepare(num_bytes, flag_bytes)
         gather("memory", made.allocate)
@@ -205,6 +259,7 @@ def assert_nothing_left(driver: driver_model.Driver) -> None:
 
 
 @needs_module
+@pytest.mark.parametrize("between_hosts", [False, True], ids=["one host", "several hosts"])
 @pytest.mark.parametrize(
     "num_bytes,flag_bytes,kept,whole",  # the last two in pages
     [
@@ -214,9 +269,11 @@ def assert_nothing_left(driver: driver_model.Driver) -> None:
     ],
 )
 @on_ranks(3, fresh=True)
-def test_regions_keep_their_flags_and_addresses(rank, num_bytes, flag_bytes, kept, whole):
+def test_regions_keep_their_flags_and_addresses(rank, num_bytes, flag_bytes, kept, whole, between_hosts):
     driver = driver_model.install()
-    first, made = make(3 * PAGE, 8, buffer_id=6), make(num_bytes, flag_bytes)
+    first = make(3 * PAGE, 8, buffer_id=6, between_hosts=between_hosts)
+    made = make(num_bytes, flag_bytes, between_hosts=between_hosts)
+    num_held = 3 * between_hosts  # both parts of the first region, and the flags of the other
     num_ranks = dist.get_world_size()
     addresses = list(made.addresses)
     write_and_read(made, 0, 10)
@@ -225,7 +282,7 @@ def test_regions_keep_their_flags_and_addresses(rank, num_bytes, flag_bytes, kep
     for turn in range(20):
         made.give_back()
         assert mapped_before - sum(driver.mapped.values()) == num_ranks * (whole - kept) * PAGE, "of every rank"
-        assert not descriptors_of_memory() and not driver.handles, "nothing else holds the memory"
+        assert descriptors_of_memory() == len(driver.handles) == num_held, "nothing else holds the memory"
         for address in addresses:  # what is kept
             assert list(at(address, num_ranks)) == [10 + r for r in range(num_ranks)]
         take_again(made)
@@ -240,11 +297,12 @@ def test_regions_keep_their_flags_and_addresses(rank, num_bytes, flag_bytes, kep
 
 
 @needs_module
+@pytest.mark.parametrize("between_hosts", [False, True], ids=["one host", "several hosts"])
 @on_ranks(4, fresh=True)
-def test_nodes_share_nothing(rank):
+def test_nodes_share_nothing(rank, between_hosts):
     """With the NCCL wire a rank maps the regions of its node alone, also again after a suspend."""
     driver = driver_model.install()
-    made = make(3 * PAGE, 8, wire="nccl", ranks_per_node=2)
+    made = make(3 * PAGE, 8, wire="nccl", ranks_per_node=2, between_hosts=between_hosts)
     node = [2 * (rank // 2), 2 * (rank // 2) + 1]
     assert [r for r, address in enumerate(made.addresses) if address] == node
     assert [bool(address) for address in made.rail] == [n == rank // 2 for n in range(2)]
@@ -257,10 +315,11 @@ def test_nodes_share_nothing(rank):
 
 
 @needs_module
+@pytest.mark.parametrize("between_hosts", [False, True], ids=["one host", "several hosts"])
 @on_ranks(3, fresh=True)
-def test_where_a_rank_finds_no_memory_all_can_try_again(rank):
+def test_where_a_rank_finds_no_memory_all_can_try_again(rank, between_hosts):
     driver = driver_model.install()
-    made = make(3 * PAGE, 8)
+    made = make(3 * PAGE, 8, between_hosts=between_hosts)
     made.give_back()
     before = dict(driver.mapped)
     for _ in range(3):
@@ -272,7 +331,7 @@ def test_where_a_rank_finds_no_memory_all_can_try_again(rank):
         else:
             made.take()
         made.drop()
-        assert driver.mapped == before and not descriptors_of_memory() and not driver.handles
+        assert driver.mapped == before and descriptors_of_memory() == len(driver.handles) == between_hosts
         dist.barrier()
     driver.pages_left = 100
     take_again(made)

@@ -29,6 +29,7 @@ class EngineConfig(Shape):
     group: ProcessGroup
     topology: Topology
     hosts: tuple[str, ...]  # of the ranks
+    why_hosts: str  # why nodes are hosts, where NVLink reaches other hosts or may do so; else ""
     buffer_id: int
     timeout_s: float
     num_sms: int | None

@@ -10,7 +10,7 @@
 - 2.9 finds the store by the name given to set_group_info; later versions by the name of the registered process group.
 
 Between its exchanges PyTorch passes descriptors through sockets of the host, without a time limit. A rank that stops
-just there is not noticed.
+just there is not noticed. Fabric handles (nvlink.py) take one more exchange through the store.
 """
 
 from __future__ import annotations

@@ -62,11 +62,13 @@ engine = Switch(
     *_one_of("auto", "cpu", "cuda"),
     "the engine; auto takes cuda when a usable GPU is there",
 )
-ranks_per_node = Switch[int | None](
+ranks_per_node = Switch[int | str | None](
     "EP_DISPATCHER_RANKS_PER_NODE",
     None,
-    *_COUNT,
-    "ranks of a node, in place of the nodes that are found; smaller than a host: virtual nodes",
+    f"nvlink, {_COUNT[0]}",
+    lambda text: text if text == "nvlink" else _positive_int(text),
+    "ranks of a node, in place of the nodes that are found; smaller than a host: virtual nodes. nvlink: those that "
+    "NVLink joins, or an error",
 )
 timeout_s = Switch(
     "EP_DISPATCHER_TIMEOUT_S",

@@ -146,6 +146,11 @@ class CudaEngine(Launches):
                     self.summary += (
                         f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
                     )
+            num_hosts = len({config.hosts[rank] for rank in topology.node_ranks})
+            if num_hosts > 1:
+                self.summary += f", NVLink between {num_hosts} hosts of a node"
+            if config.why_hosts:
+                self.summary += f", nodes are hosts, not NVLink domains ({config.why_hosts})"
             self._aborts.named = partial(_late_ranks, self._c)
             self.health = Health(partial(_abort, self._aborts, self._rail))
             self._masks = Masks(self.health)

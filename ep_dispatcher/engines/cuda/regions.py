@@ -4,6 +4,9 @@
 the wire between virtual nodes is stores through NVLink. With the NCCL wire only the ranks of a node do.
 ``SuspendableRegions`` are the same in memory that can be unmapped and mapped again (device_memory.py).
 
+The ranks of a node may be on several hosts that NVLink joins (nvlink.py). From 2.9 on PyTorch's symmetric memory then
+passes fabric handles instead of file descriptors, as ``SuspendableRegions`` do.
+
 ``NvshmemRegions`` are in NVSHMEM's symmetric heap. The ranks of a node map each other's, and the wire between nodes is
 NVSHMEM's.
 """
@@ -16,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -26,7 +29,8 @@ from torch.distributed import PrefixStore
 from ep_dispatcher import _C_cuda, checks, envs, nvshmem_library
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.optional.descriptors import Descriptors
-from ep_dispatcher.engines.optional.device_memory import DeviceMemory, load_driver, page_bytes
+from ep_dispatcher.engines.optional.device_memory import DeviceMemory, close, load_driver, page_bytes
+from ep_dispatcher.engines.optional.fabric_handles import FabricHandles
 from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.gather import GRACE_S, PeersLate
 from ep_dispatcher.memory import round_up
@@ -113,19 +117,20 @@ class SuspendableRegions(PeerRegions):
 
     def __init__(self, config: EngineConfig, wire: str):
         super().__init__(config, wire)
-        self._exchanges = 0  # exchanges of descriptors that have ended: the same on all ranks
-        self._descriptors: Descriptors | None = None  # the next exchange
-        self._fds: list[int] = []  # of this rank's new memory, until all ranks have it
+        self._between_hosts = len({config.hosts[rank] for rank in self._members}) > 1
+        self._exchanges = 0  # exchanges of handles that have ended: the same on all ranks
+        self._exchange: Descriptors | FabricHandles | None = None  # the next one
+        self._handles: list[Any] = []  # of this rank's new memory, until all ranks have it
         config.gather("cuda-bindings", load_driver)  # one rank may lack it
 
     def allocate(self) -> None:
         device = torch.cuda.current_device()
-        page = page_bytes(device)
+        page = page_bytes(device, self._between_hosts)
         kept, self._stride = round_up(self._flag_bytes, page), round_up(self._num_bytes, page)
         rest = self._stride - kept
         self._first = [(0, kept)]  # parts: (first byte in a region, bytes)
         self._second = [(kept, rest)] if rest else []  # a small buffer has none
-        self._space = DeviceMemory(len(self._members) * self._stride, device)
+        self._space = DeviceMemory(len(self._members) * self._stride, device, self._between_hosts)
         self._keep([self._space.address + place * self._stride for place in range(len(self._members))])
         self._create(self._first + self._second)
         own = self.addresses[self._config.topology.rank]
@@ -154,31 +159,34 @@ class SuspendableRegions(PeerRegions):
     def _create(self, parts: list[tuple[int, int]]) -> None:
         """Allocate parts of this rank's region. Prepare to pass them on: from now on other ranks may ask for them."""
         for begin, num_bytes in parts:
-            self._fds.append(self._space.create(self._place * self._stride + begin, num_bytes))
-        secret = f"ep_dispatcher/{self._config.buffer_id}/{self._members[0]}/{self._exchanges}"
-        self._descriptors = Descriptors(secret, self._place, len(self._members))
+            self._handles.append(self._space.create(self._place * self._stride + begin, num_bytes))
+        if self._between_hosts:
+            store = PrefixStore(f"from {self._members[0]}", self._config.store)
+            self._exchange = FabricHandles(store, self._place, len(self._members), self._handles)
+        else:
+            secret = f"ep_dispatcher/{self._config.buffer_id}/{self._members[0]}/{self._exchanges}"
+            self._exchange = Descriptors(secret, self._place, len(self._members))
 
     def _attach(self, parts: list[tuple[int, int]]) -> None:
         """Map these parts of the other members' regions. All have created theirs."""
-        assert self._descriptors is not None  # since `_create`
+        assert self._exchange is not None  # since `_create`
         with self._naming_members():
-            of_members = self._descriptors.exchange(self._fds, self._config.timeout_s)
+            of_members: list[list[Any]] = self._exchange.exchange(self._handles, self._config.timeout_s)
         try:
-            for place, fds in enumerate(of_members):
-                for (begin, num_bytes), fd in zip(parts, fds):
-                    self._space.attach(place * self._stride + begin, num_bytes, fd)
+            for place, handles in enumerate(of_members):
+                for (begin, num_bytes), handle in zip(parts, handles):
+                    self._space.attach(place * self._stride + begin, num_bytes, handle)
         finally:
-            for fd in itertools.chain.from_iterable(of_members):
-                os.close(fd)
+            close(itertools.chain.from_iterable(of_members))
             self._end_exchange()
 
     def _end_exchange(self) -> None:
         self._exchanges += 1
-        descriptors, self._descriptors = self._descriptors, None
-        if descriptors is not None:
-            descriptors.close()
-        while self._fds:
-            os.close(self._fds.pop())
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+        handles, self._handles = self._handles, []
+        close(handles)
 
     def free(self, is_sound: bool) -> None:
         """Unmap all. Memory lives on while a peer has it mapped, so late stores of the peer harm nobody's data."""
@@ -364,12 +372,14 @@ def mapped_rail(topology: Topology, rail: list[int], mapped: list[list[bool]]) -
 
 def wire_of(config: EngineConfig) -> str:
     """Choose the wire, peer for one node. ValueError if the wire that was asked for cannot serve these ranks."""
+    if config.topology.num_nodes == 1:
+        return "peer"
     wire, num_hosts = envs.wire(), len(set(config.hosts))
     if wire == "auto":
         wire = "nccl" if num_hosts > 1 else "peer"
     if wire == "peer" and num_hosts > 1:
         checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nccl, nvshmem or auto")
-    return wire if config.topology.num_nodes > 1 else "peer"
+    return wire
 
 
 def regions_of(config: EngineConfig, wire: str) -> PeerRegions | NvshmemRegions:

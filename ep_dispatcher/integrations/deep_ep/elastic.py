@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import checks, engines, envs
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, handle_of
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.pool import Key, PoolUser
 from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Rows, add_biases, biases_of
 from ep_dispatcher.memory import DEFAULT_SMS
-from ep_dispatcher.topology import Topology, host_id
+from ep_dispatcher.nvlink import find_nodes
+from ep_dispatcher.topology import host_id, registered_group
 
 _ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
 _WIRE = "between nodes the engine uses the connections of its own wire"
@@ -86,10 +85,11 @@ class ElasticBuffer(PoolUser):
         ):
             if given != default:
                 say_without_effect(argument, reason)
-        hosts = torch.zeros(self.num_ranks, dtype=torch.int64, device="cpu")
-        hosts[self.rank_idx] = zlib.crc32(host_id().encode())
-        self._pool_for(None).agree(hosts, dist.ReduceOp.SUM, "find the nodes")
-        self._topology = Topology.make(self.rank_idx, [str(host) for host in hosts.tolist()], envs.ranks_per_node())
+        with Gather(registered_group(self.group), envs.timeout_s()) as gather:
+            found = gather("hosts", lambda: (host_id(), engines.choose(envs.engine())))
+            hosts, names = (list(of_ranks) for of_ranks in zip(*found, strict=True))
+            engine = "cpu" if "cpu" in names else "cuda"
+            self._topology, _ = find_nodes(gather, self.rank_idx, hosts, envs.ranks_per_node(), engine)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
