@@ -155,6 +155,7 @@ PYBIND11_MODULE(_C_cpu, m) {
         return std::make_unique<Engine>(config, buffer_uid, run_signal_handlers);
       }))
       .def_property_readonly("epoch", &Engine::epoch)
+      .def_readwrite("num_scales", &Engine::num_scales)
       .def_property_readonly("bytes_read", [](const Engine& e) { return e.traffic().bytes_read; })
       .def_property_readonly("bytes_written", [](const Engine& e) { return e.traffic().bytes_written; })
       .def_property_readonly("waited_ns", &Engine::waited_ns)

@@ -71,6 +71,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   dispatch.def(py::init<>())
       .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
       .def_readwrite("scale_bytes", &DispatchArgs::scale_bytes)
+      .def_readwrite("scale_size", &DispatchArgs::scale_size)
       .def_readwrite("quantizes", &DispatchArgs::quantizes)
       .def_readwrite("powers_of_two", &DispatchArgs::powers_of_two)
       .def_readwrite("num_tokens", &DispatchArgs::num_tokens)

@@ -61,6 +61,7 @@ class Config:
 class DispatchArgs:
     row_bytes: int
     scale_bytes: int
+    scale_size: int
     quantizes: bool
     powers_of_two: bool
     num_tokens: int

@@ -36,7 +36,7 @@ from ep_dispatcher.engines.base import (
     DispatchRequest,
     Received,
 )
-from ep_dispatcher.float8 import blocks_of, rows_of
+from ep_dispatcher.float8 import blocks_of, float32_of, rows_of
 from ep_dispatcher.handle import DispatchOutput, Handle
 
 # The fields of a request that its operator takes. Decode layout and overlap use the others, and have no operators.
@@ -91,11 +91,12 @@ def _dispatch_fake(*inputs: Any, after: Tensor | None = None) -> tuple[Tensor | 
         capacity = buffer.live_engine().plan_capacity
         plan_size = capacity(num_rows, request.layout) if static else torch.library.get_ctx().new_dynamic_size()
     hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype
+    scale_dtype = checks.scale_dtype(quantize, request.scales) or torch.float32
     pair = quantize is not None or request.scales is not None
     weights_shape = (size, num_topk) if by_rank else (size,)
     received = Received(
         rows=rows.new_empty(size, hidden, dtype=dtype),
-        scales=rows.new_empty((size, checks.num_scales(hidden)) if pair else 0, dtype=torch.float32),
+        scales=rows.new_empty((size, checks.num_scales(hidden, scale_dtype)) if pair else 0, dtype=scale_dtype),
         topk_weights=rows.new_empty(0 if request.topk_weights is None else weights_shape, dtype=torch.float32),
         topk_idx=rows.new_empty((size, num_topk) if by_rank else 0, dtype=torch.int64),
         tokens_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
@@ -402,7 +403,8 @@ class _Float8Rows(torch.autograd.Function):
                 stacklevel=2,
             )
         (scales,) = ctx.saved_tensors
-        exact = torch.where(scales.unsqueeze(-1) > 0, blocks_of(grad) / scales.unsqueeze(-1), 0)
+        factors = float32_of(scales).unsqueeze(-1)
+        exact = torch.where(factors > 0, blocks_of(grad, scales.dtype) / factors, 0)
         return None, None, rows_of(exact, grad.shape[-1]).to(torch.bfloat16)
 
 

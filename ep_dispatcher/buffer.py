@@ -219,9 +219,10 @@ class Buffer:
             rank layout:    out.x[row of token] = x[token]            for every token that has an expert here
             decode layout:  out.x[expert, i] = x[the expert's i-th token]  for i < out.tokens_per_expert[expert]
 
-        x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden],
-                      float32 [num_tokens, ceil(hidden / 128)]) if hidden is a multiple of 16; out.x is of the same
-                      kind. torch.autocast of the buffer's dtype casts rows, also those of a combine
+        x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden], scales)
+                      if hidden is a multiple of 16; out.x is of the same kind. Scales are float32 [num_tokens,
+                      ceil(hidden / 128)], or those of MXFP8: float8_e8m0fnu or uint8 [num_tokens, 4 * ceil(hidden /
+                      128)]. torch.autocast of the buffer's dtype casts rows, also those of a combine
         topk_idx      int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none. No expert may
                       appear twice for a token
         topk_weights  float32 [num_tokens, num_topk], or None on every rank
@@ -232,8 +233,8 @@ class Buffer:
                       "decode": every local expert has room for all tokens of all ranks. So shapes do not depend on
                       counts, as masked grouped GEMMs need it. Rows are ordered as in expert layout. Give no
                       topk_weights, max_recv_rows or expert_alignment. There are no gradients
-        quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize). With
-                      "e4m3_1x128_pow2" scales are powers of two, as of ep.quantize(x, powers_of_two=True)
+        quantize      "e4m3_1x128", "e4m3_1x128_pow2" or "mxfp8": bfloat16 rows travel and arrive as the float8 pairs
+                      of ep.quantize(x, quantize)
         handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must then be None, and all
                       ranks must pass the handle of the same dispatch
         max_recv_rows the exact number of rows of the output; zero rows fill its end. If a rank needs more, every rank
@@ -242,7 +243,8 @@ class Buffer:
                       out.event.synchronize() (the buffer stays usable if all ranks call it there), the next operation
                       or destroy() (the buffer has ended). Discard the outputs
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
-                      exponents in an int32; hidden must then be a multiple of 512
+                      exponents in an int32; hidden must then be a multiple of 512. With MXFP8 it must be "ue8m0", for
+                      every hidden
         return_hook   decode layout: the call only stages, and out.hook() moves rows, in the stream current then.
                       In between no multiprocessor is in use. The arguments may be overwritten once the work of the
                       call in its stream is done. Call the hook before any other operation of this buffer, and in the

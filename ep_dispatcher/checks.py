@@ -24,16 +24,25 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 64
-POWERS_OF_TWO = "e4m3_1x128_pow2"
-QUANTIZE = (None, "e4m3_1x128", POWERS_OF_TWO)
-BLOCK = 128  # elements of a row that share a scale; the last block of a row has what is left
+POWERS_OF_TWO, MXFP8 = "e4m3_1x128_pow2", "mxfp8"
+QUANTIZE = (None, "e4m3_1x128", POWERS_OF_TWO, MXFP8)
+E8M0 = torch.float8_e8m0fnu  # of the scales of MXFP8
+SCALES = (torch.float32, E8M0, torch.uint8)
+BLOCK = 128  # elements of a row whose scales take 4 bytes: a float32, or four e8m0. The last block has what is left
 MAX_INT = 2**31 - 1  # the engines count in int32
 MAX_NODE_BYTES = 2**46  # memory of a node's ranks together, which each rank maps: half of a process's addresses
 
 
-def num_scales(hidden: int) -> int:
-    """Return the scales of a float8 row."""
-    return -(-hidden // BLOCK)
+def num_scales(hidden: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return the scales of a float8 row: those of whole blocks. Their dtype is one of SCALES."""
+    return -(-hidden // BLOCK) * (4 // dtype.itemsize)
+
+
+def scale_dtype(quantize: str | None, scales: Tensor | None = None) -> torch.dtype | None:
+    """Return the dtype of the scales that a dispatch makes or is given."""
+    if quantize is not None:
+        return E8M0 if quantize == MXFP8 else torch.float32
+    return None if scales is None else scales.dtype
 
 
 def mistake(argument: str, given: Any, allowed: str) -> str:
@@ -201,7 +210,8 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
         if hidden % ROW_GRANULARITY:
             fail("x", "a pair", f"a pair only with hidden a multiple of {ROW_GRANULARITY}; it is {hidden}")
         tensor("x[0]", x[0], (torch.float8_e4m3fn,), ("num_tokens", hidden), device)
-        tensor("x[1]", x[1], (torch.float32,), (x[0].shape[0], num_scales(hidden)), device)
+        dtype = x[1].dtype if isinstance(x[1], Tensor) and x[1].dtype in SCALES else torch.float32
+        tensor("x[1]", x[1], SCALES, (x[0].shape[0], num_scales(hidden, dtype)), device)
         x = x[0]
     else:
         tensor("x", x, (dtype,), ("num_tokens", hidden), device)
@@ -272,7 +282,7 @@ AGREED: dict[str, Callable[[int], str]] = {
     "expert_alignment": str,
     "topk_weights": lambda given: "them" if given else "None",
     "x: bytes per row": str,
-    "x: bytes of scales": str,
+    "x: scales per row": str,
 }
 
 

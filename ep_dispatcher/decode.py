@@ -47,8 +47,9 @@ def check_dispatch(
     quantize: str | None,
     max_recv_rows: int | None,
     scale_format: str,
+    is_mx: bool,
 ) -> int:
-    """Check what only decode layout refuses. Return the number of rows of the output."""
+    """Check what only decode layout refuses. Return the number of rows of the output. is_mx: scales are e8m0."""
     if topk_weights is not None:
         checks.fail("topk_weights", "a tensor", "None with layout='decode': its combine takes the weights")
     if max_recv_rows is not None:
@@ -59,8 +60,8 @@ def check_dispatch(
     if num_rows > checks.MAX_INT:
         given = f"{config.max_tokens_per_rank} and layout='decode', for which a rank has {num_rows} rows"
         checks.fail("max_tokens_per_rank", given, f"what makes at most {checks.MAX_INT} rows")
-    checks.one_of("scale_format", scale_format, SCALE_FORMATS)
-    if scale_format == "ue8m0":  # its scales are made here, and fill whole integers
+    checks.one_of("scale_format", scale_format, SCALE_FORMATS[is_mx:])
+    if scale_format == "ue8m0" and not is_mx:  # its scales are made here, and fill whole integers
         if quantize is None:
             checks.fail("scale_format", "'ue8m0' without quantize", "it with quantize")
         block = float8.BLOCK * float8.SCALES_OF_INT
@@ -78,9 +79,10 @@ def rows_by_expert(
     if scales is None:
         return rows
     if scales.dim() == 2:  # the CPU engine writes them by row, and is complete
+        scales = scales if scales.dtype == torch.float32 else scales.view(torch.int32)
         scales = scales.view(*rows.shape[:2], scales.shape[1])
         scales = float8.column_major(float8.packed_exponents(scales) if request.packs_scales else scales)
-    return (rows, scales) if request.packs_scales else float8.QuantizedRows(rows, scales)
+    return (rows, scales) if scales.dtype == torch.int32 else float8.QuantizedRows(rows, scales)
 
 
 def combine_request(

@@ -1,4 +1,4 @@
-"""Float8 rows with one float32 scale per block of 128 elements of a row. The last block has what is left."""
+"""Float8 rows with a scale for each block of a row: float32 for 128 elements, or e8m0 for 32 (MXFP8)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.checks import BLOCK, num_scales
+from ep_dispatcher.checks import BLOCK, E8M0, MXFP8, POWERS_OF_TWO, num_scales
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 SCALES_OF_INT = 4  # packed exponents in an int32
@@ -14,7 +14,7 @@ _MANTISSA = 0x007FFFFF  # of a float32
 
 
 class QuantizedRows(tuple):
-    """The pair (rows float8_e4m3fn [n, hidden], scales float32 [n, ceil(hidden / 128)]).
+    """The pair (rows float8_e4m3fn [n, hidden], scales float32 [n, ceil(hidden / 128)] or of MXFP8, see ep.quantize).
 
     ``anchor`` is None, or a bfloat16 [n, hidden] tensor without memory of its own. It stands for the exact rows in
     autograd: PyTorch rounds every gradient to its tensor's dtype, so float8 rows cannot carry one. ``dequantize`` uses
@@ -41,31 +41,56 @@ class QuantizedRows(tuple):
         return self[1]
 
 
-def quantize(x: Tensor, *, powers_of_two: bool = False) -> QuantizedRows:
+def quantize(x: Tensor, kind: str = "e4m3_1x128") -> QuantizedRows:
     """scale = max(amax(|block|) / 448, 2^-126);  row = float8_e4m3fn(block / scale)
 
-    x: floating point [n, hidden]. The result has no gradient. Blocks are 1 x 128 as in DeepSeek-V3 (technical report,
-    section 3.3.2), and the last one has what is left; the largest magnitude of each becomes 448, the largest of e4m3.
-    All steps are in float32. With ``powers_of_two`` a scale is the next power of two, and the largest magnitude at most
-    448, as in Transformer Engine's blockwise recipe.
+    x     floating point [n, hidden]. The result has no gradient. All steps are in float32
+    kind  "e4m3_1x128": blocks of 128 as in DeepSeek-V3 (technical report, section 3.3.2), and the last one has what is
+          left; the largest magnitude of each becomes 448, the largest of e4m3. Scales float32 [n, ceil(hidden / 128)]
+          "e4m3_1x128_pow2": a scale is the next power of two, and the largest magnitude at most 448, as in
+          Transformer Engine's blockwise recipe
+          "mxfp8": blocks of 32, scales float8_e8m0fnu [n, 4 * ceil(hidden / 128)]: hidden / 32, rounded up to a
+          multiple of 4 as in Transformer Engine, with 2^-127 behind the last block. A scale is the next power of two,
+          from 2^-127 on, as in Transformer Engine's MXFP8 recipe; the one that the OCP MX specification describes
+          (section 6.3) is the power of two below, with clamped elements. Zeros have the scale 2^-127, and a NaN makes
+          its block and the scale NaN. An infinity becomes 448 * 2^127
 
-    Raises ValueError for another x.
+    Raises ValueError for another x or kind.
     """
     _check_floating(x)
-    blocks = blocks_of(x.detach())
+    checks.one_of("kind", kind, checks.QUANTIZE[1:])
+    blocks = blocks_of(x.detach(), E8M0 if kind == MXFP8 else torch.float32)
     amax = blocks.abs().amax(-1, keepdim=True)
-    # Divide by a tensor: for a number, PyTorch on GPUs multiplies by its reciprocal and rounds differently.
-    scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(torch.finfo(torch.float32).tiny)
-    if powers_of_two:
-        scales = next_power_of_two(scales)
-    rows = rows_of((blocks / scales).to(torch.float8_e4m3fn), x.shape[-1])
-    return QuantizedRows(rows, scales.squeeze(-1))
+    if kind == MXFP8:
+        scales = _e8m0_scales(amax)
+        blocks = (blocks / float32_of(scales)).clamp(-E4M3_MAX, E4M3_MAX)  # infinities are 448
+    else:
+        # Divide by a tensor: for a number, PyTorch on GPUs multiplies by its reciprocal and rounds differently.
+        scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(torch.finfo(torch.float32).tiny)
+        if kind == POWERS_OF_TWO:
+            scales = next_power_of_two(scales)
+        blocks = blocks / scales
+    return QuantizedRows(rows_of(blocks.to(torch.float8_e4m3fn), x.shape[-1]), scales.squeeze(-1))
 
 
-def blocks_of(rows: Tensor) -> Tensor:
-    """Return rows [..., hidden] as float32 [..., ceil(hidden / 128), 128], with zeros behind the last element."""
+def _e8m0_scales(amax: Tensor) -> Tensor:
+    """Return float8_e8m0fnu: the smallest powers of two that are at least amax / 448, which is 1.75 * 2^8."""
+    bits = amax.view(torch.int32)
+    exponents = (bits + _MANTISSA - 0x600000 >> 23) - 8  # the sum carries if the mantissa is above 1.75
+    exponents = exponents.clamp_min(0).where(amax < torch.inf, 254 + amax.isnan().int())
+    return exponents.to(torch.uint8).view(E8M0)
+
+
+def float32_of(scales: Tensor) -> Tensor:
+    """Return scales of any of checks.SCALES in float32."""
+    return scales if scales.dtype == torch.float32 else scales.view(E8M0).float()
+
+
+def blocks_of(rows: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Return rows [..., hidden] as float32 [..., scales, 128 or 32], with zeros behind the last element."""
     missing, rows = -rows.shape[-1] % BLOCK, rows.float()
-    return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, BLOCK))
+    padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+    return padded.unflatten(-1, (-1, BLOCK * scale_dtype.itemsize // 4))
 
 
 def rows_of(blocks: Tensor, hidden: int) -> Tensor:
@@ -94,14 +119,15 @@ def column_major(scales: Tensor) -> Tensor:
 def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """row * scale, rounded to ``dtype``: [n, hidden].
 
-    pair: (rows float8_e4m3fn [n, hidden], scales float32 [n, ceil(hidden / 128)]). Differentiable if it comes from
+    pair: rows and scales as ``ep.quantize`` returns them; scales of MXFP8 may be uint8. Differentiable if it comes from
     ``ep.dispatch``.
 
     Raises ValueError for another pair.
     """
     _check_pair(pair)
     rows, scales = pair
-    x = rows_of(blocks_of(rows.detach()) * scales.unsqueeze(-1), rows.shape[-1]).to(dtype)
+    blocks = blocks_of(rows.detach(), scales.dtype) * float32_of(scales).unsqueeze(-1)
+    x = rows_of(blocks, rows.shape[-1]).to(dtype)
     anchor = getattr(pair, "anchor", None)
     return x if anchor is None else x + anchor.to(dtype)
 
@@ -122,9 +148,9 @@ def _check_pair(pair: tuple[Tensor, Tensor]) -> None:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
         checks.fail("pair", type(pair).__name__, "two tensors (rows, scales), as ep.quantize returns them")
     rows, scales = pair
-    if rows.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and rows.dim() > 0:
-        if scales.shape == (*rows.shape[:-1], num_scales(rows.shape[-1])):
+    if rows.dtype == torch.float8_e4m3fn and scales.dtype in checks.SCALES and rows.dim() > 0:
+        if scales.shape == (*rows.shape[:-1], num_scales(rows.shape[-1], scales.dtype)):
             return
     given = f"rows of {rows.dtype} {list(rows.shape)} and scales of {scales.dtype} {list(scales.shape)}"
-    allowed = "rows of torch.float8_e4m3fn [n, hidden] and scales of torch.float32 "
-    checks.fail("pair", given, allowed + f"[n, ceil(hidden / {BLOCK})]")
+    allowed = f"rows of torch.float8_e4m3fn [n, hidden] and scales of torch.float32 [n, ceil(hidden / {BLOCK})]"
+    checks.fail("pair", given, allowed + f", or of {E8M0} or torch.uint8 [n, 4 * ceil(hidden / {BLOCK})]")

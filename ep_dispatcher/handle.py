@@ -84,7 +84,7 @@ class Event:
 class DispatchOutput(_Result):
     """The rows that this rank received. ``rows`` is their number, padding included.
 
-    x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
+    x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, scales)
     topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where the expert is
                       not local; None if dispatch got none
     topk_idx          rank layout: int64 [rows, num_topk], number of the local expert or -1; expert layout: None
@@ -99,8 +99,8 @@ class DispatchOutput(_Result):
 
     x                 [num_local_experts, S, hidden], or QuantizedRows of it and float32 scales [num_local_experts, S,
                       ceil(hidden / 128)]. With scale_format="ue8m0" a plain pair with int32 scales
-                      [num_local_experts, S, hidden / 512], four exponents in each. Scales of one column are
-                      contiguous in memory. Rows after an expert's count are not written
+                      [num_local_experts, S, hidden / 512], or of MXFP8 [.., ceil(hidden / 128)], four exponents in
+                      each. Scales of one column are contiguous in memory. Rows after an expert's count are not written
     tokens_per_expert int32 [num_local_experts]; rows_per_expert is the same
     topk_weights      None, and so is topk_idx
     """

@@ -42,21 +42,22 @@ def dispatch_request(
     """Check the arguments of Buffer.dispatch. ValueError if one is not allowed."""
     config, engine = buffer.config, buffer.live_engine()
     device, packs_scales = engine.device, False
-    if layout == "decode" or (handle is not None and decode.is_decode(layout, handle)):
-        if handle is None:
-            checks.one_of("layout", layout, engine.layouts)
-        decode_rows = decode.check_dispatch(
-            config, topk_weights, expert_alignment, quantize, max_recv_rows, scale_format
-        )
-        packs_scales = scale_format == "ue8m0"
-        max_recv_rows = decode_rows if handle is None else None
-    elif return_hook is not False or scale_format != "float32":
-        decode.refuse_elsewhere(scale_format=scale_format, return_hook=return_hook)
     if torch.is_autocast_enabled(device):
         x = as_autocast(buffer, x)
     checks.rows(x, config.hidden, config.dtype, device, config.max_tokens_per_rank, quantize)
     rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
     num_tokens = rows.shape[0]
+    if layout == "decode" or (handle is not None and decode.is_decode(layout, handle)):
+        if handle is None:
+            checks.one_of("layout", layout, engine.layouts)
+        is_mx = checks.scale_dtype(quantize, scales) not in (None, torch.float32)
+        decode_rows = decode.check_dispatch(
+            config, topk_weights, expert_alignment, quantize, max_recv_rows, scale_format, is_mx
+        )
+        packs_scales = scale_format == "ue8m0" and not is_mx
+        max_recv_rows = decode_rows if handle is None else None
+    elif return_hook is not False or scale_format != "float32":
+        decode.refuse_elsewhere(scale_format=scale_format, return_hook=return_hook)
     if topk_weights is not None:
         checks.tensor("topk_weights", topk_weights, _FLOATS, (num_tokens, config.num_topk), device)
     if handle is None:

@@ -247,6 +247,7 @@ def test_dispatch_modes_see_the_operators_and_change_no_bit(rank, engine):
     [
         ("quantize", ("topk_weights", "x")),
         ("quantize_pow2", ("x",)),
+        ("quantize_mx", ("x",)),
         ("quantize", ("topk_weights",)),
         ("pair", ("topk_weights",)),
     ],

@@ -117,7 +117,7 @@ def test_whole_graphs_and_the_same_bits(rank, engine, function, layout, has_weig
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @on_ranks(2, timeout_s=COMPILE_S)
 def test_quantized(rank, engine, ranks_per_node):
-    quantize = ("e4m3_1x128", "e4m3_1x128_pow2")[ranks_per_node - 1]
+    quantize = ("e4m3_1x128", "mxfp8")[ranks_per_node - 1]
     config = dict(engine=engine, dtype=torch.bfloat16, ranks_per_node=ranks_per_node)
     compare(rank, two_layers, config, quantize=quantize, expert_alignment=4)
 
@@ -296,7 +296,7 @@ def test_the_operators_are_what_torch_library_wants(rank):
             counted = (layout, 1, -1, None, buffer.id)
             check(f"dispatch of any size, {layout}", dispatch, (x, None, idx, weights, None, *counted), same)
             check(f"dispatch of a pair, {layout}", dispatch, (*pair, idx, weights, None, *tail), same, "test_schema")
-            quantized = (layout, 1, NUM_ROWS, "e4m3_1x128_pow2", buffer.id)
+            quantized = (layout, 1, NUM_ROWS, "mxfp8" if layout == "rank" else "e4m3_1x128_pow2", buffer.id)
             check(f"dispatch, quantized, {layout}", dispatch, (x, None, idx, weights, None, *quantized), same)
             received = dispatch(x, None, idx, weights, None, *tail)
             plan, out_weights = received[6], received[2].detach().requires_grad_()

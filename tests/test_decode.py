@@ -28,7 +28,8 @@ from ep_dispatcher.tools.testing import device_of, same_bits
 LIMIT_S = 1.0
 
 RANKS = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2)]
-ONLY = {"ranks": RANKS, "num_topk": [1, 3, 8], "layout": ["decode"], "weighted": [False]}
+PAYLOADS = ["rows", "pair", "quantize", "quantize_pow2"]  # those of MXFP8 have a test of their own
+ONLY = {"ranks": RANKS, "num_topk": [1, 3, 8], "layout": ["decode"], "weighted": [False], "payload": PAYLOADS}
 GRID = pairwise({name: ONLY.get(name, axis) for name, axis in AXES.items() if name not in ("alignment", "recv")})
 
 
@@ -173,7 +174,7 @@ def test_packed_scales(rank, engine, hidden):
     case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=hidden, layout="decode", weighted=False)
     inputs = make_inputs(case)
     rows_per_group, words = 2 * inputs.most_tokens, hidden // 512
-    pairs = [float8.quantize(x, powers_of_two=True) for x in inputs.x]
+    pairs = [float8.quantize(x, "e4m3_1x128_pow2") for x in inputs.x]
     options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=inputs.most_tokens)
     right_rows, right_scales = reference.dispatch(pairs, inputs.topk_idx, None, **options)[rank].x
     x, topk_idx, _ = inputs.on(rank, device_of(engine, rank))
@@ -193,6 +194,30 @@ def test_packed_scales(rank, engine, hidden):
         assert_same(to("cpu", (rows[e, :count], scales)), (right_rows[own], right_scales[own]), f"expert {e}")
 
 
+@pytest.mark.parametrize("hidden", [1024, 2880])
+@pytest.mark.parametrize("payload", ["pair_mx", "quantize_mx"])
+@on_ranks(2)
+def test_scales_of_mxfp8(rank, engine, payload, hidden):
+    """Four exponents in an int32, as the pair has them, with the rows of an expert beside each other in memory."""
+    case = Case(2, 2, torch.bfloat16, payload=payload, hidden=hidden, layout="decode", weighted=False)
+    inputs = make_inputs(case)
+    rows_per_group, words = 2 * inputs.most_tokens, -(-hidden // 128)
+    pairs = [grid.quantized(x, case.quantize) if case.quantize else x for x in inputs.x]
+    pairs = [(rows, scales.view(torch.int32)) for rows, scales in pairs]
+    options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=inputs.most_tokens)
+    right = reference.dispatch(pairs, inputs.topk_idx, None, **options)[rank].x
+    x, topk_idx, _ = inputs.on(rank, device_of(engine, rank))
+    with make_buffer(case, engine, inputs.most_tokens) as buffer:
+        dispatch = partial(buffer.dispatch, x, topk_idx, layout="decode", quantize=case.quantize)
+        assert_refused("scale_format", dispatch)
+        out = dispatch(scale_format="ue8m0")
+    assert out.x[1].shape == (2, rows_per_group, words)
+    assert out.x[1].stride() == (words * rows_per_group, 1, rows_per_group)
+    for e, count in enumerate(out.tokens_per_expert.tolist()):
+        own = slice(e * rows_per_group, e * rows_per_group + count)
+        assert_same(to("cpu", tuple(t[e, :count] for t in out.x)), tuple(t[own] for t in right), f"expert {e}")
+
+
 def of_any_magnitude() -> torch.Tensor:
     """Two rows of four scale blocks, the first element of each block as large as it says."""
     largest = torch.tensor([[0.0, 2.0**-130, 1.0, 450.0], [3e38, torch.inf, torch.nan, -448.0]])
@@ -203,18 +228,24 @@ def of_any_magnitude() -> torch.Tensor:
 
 @on_ranks(1)
 def test_packed_scales_of_any_magnitude(rank, engine):
-    """Exponent e stands for 2^(e - 127). 255 is NaN in ue8m0, and stands for infinite scales too."""
-    device = device_of(engine, rank)
-    options = dict(layout="decode", quantize="e4m3_1x128", scale_format="ue8m0")
+    """Exponent e stands for 2^(e - 127). 255 is NaN in ue8m0, and stands for infinite scales too, but not in MXFP8."""
+    device, found = device_of(engine, rank), {}
     with ep.Buffer(engine=engine, timeout_s=30, num_experts=2, num_topk=1, max_tokens_per_rank=8, hidden=512) as buffer:
         topk_idx = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        rows, packed = buffer.dispatch(of_any_magnitude().to(device), topk_idx, **options).x
-    rows, exponents = rows[0, :2].float().cpu(), packed[0, :2].flatten().cpu().view(torch.uint8).view(2, 4)
-    right_rows, right_scales = float8.quantize(of_any_magnitude(), powers_of_two=True)
+        for kind in ("e4m3_1x128_pow2", "mxfp8"):
+            options = dict(layout="decode", quantize=kind, scale_format="ue8m0")
+            rows, packed = (
+                t[0, :2].cpu() for t in buffer.dispatch(of_any_magnitude().to(device), topk_idx, **options).x
+            )
+            right_rows, right_scales = float8.quantize(of_any_magnitude(), kind)
+            assert same_bits(rows, right_rows) and rows.float().isnan().any()
+            found[kind] = packed.contiguous().view(torch.uint8), right_scales
+    exponents, right_scales = found["e4m3_1x128_pow2"]
     assert exponents.tolist() == [[1, 1, 119, 128], [247, 255, 255, 127]]
     assert torch.equal(exponents.float() - 127, right_scales.log2().nan_to_num(128, posinf=128))
-    assert torch.equal(rows.isnan(), right_rows.float().isnan()) and rows.isnan().any()
-    assert torch.equal(rows.nan_to_num(), right_rows.float().nan_to_num())
+    exponents, right_scales = found["mxfp8"]
+    assert exponents[:, ::4].tolist() == [[0, 0, 119, 128], [247, 254, 255, 127]]
+    assert torch.equal(exponents, right_scales.view(torch.uint8))
 
 
 def times_its_weights(case: Case, inputs: Inputs, rank: int) -> Tensor:

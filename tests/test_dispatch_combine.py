@@ -31,6 +31,10 @@ NUM_TOKENS = {
 }
 
 
+E8M0 = torch.float8_e8m0fnu
+QUANTIZE = {"quantize": "e4m3_1x128", "quantize_pow2": "e4m3_1x128_pow2", "quantize_mx": "mxfp8"}
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration."""
@@ -38,7 +42,7 @@ class Case:
     num_ranks: int
     ranks_per_node: int
     dtype: torch.dtype = torch.float32
-    payload: str = "rows"  # or "pair": float8 rows and scales, or "quantize", "quantize_pow2": made a pair on the way
+    payload: str = "rows"  # or "pair", "pair_mx": float8 rows and scales, or a key of QUANTIZE: made a pair on the way
     num_topk: int = 2
     hidden: int = 64
     experts_per_rank: int = 2
@@ -61,7 +65,7 @@ class Case:
 
     @property
     def quantize(self) -> str | None:
-        return {"quantize": "e4m3_1x128", "quantize_pow2": "e4m3_1x128_pow2"}.get(self.payload)
+        return QUANTIZE.get(self.payload)
 
     def possible(self) -> bool:
         return self.num_topk <= self.num_experts and (
@@ -101,7 +105,7 @@ def pairwise(options: dict[str, list], seed: int = 0) -> list[Case]:
 AXES = {
     "ranks": [(n, m) for n in (1, 2, 3, 4, 6, 8) for m in range(1, n + 1) if n % m == 0],
     "dtype": [torch.float32, torch.bfloat16, torch.float16],
-    "payload": ["rows", "pair", "quantize", "quantize_pow2"],
+    "payload": ["rows", "pair", "quantize", "quantize_mx"],
     "num_topk": [1, 2, 8],
     "hidden": [64, 512, 1000, 2880],
     "experts_per_rank": [1, 3, 8],
@@ -137,7 +141,17 @@ class Inputs:
 
 
 def quantized(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Up to 128 values are divided by their scale: their largest magnitude / 448, or the next power of two."""
+    """Up to 128 values are divided by their scale: their largest magnitude / 448, or the next power of two.
+
+    Those of MXFP8 are up to 32, and an exponent e, of four or none, stands for 2^(e - 127).
+    """
+    if kind == "mxfp8":
+        blocks = x.double().split(32, 1)
+        parts = [torch.frexp((block.abs().amax(1, keepdim=True) / 448).clamp(min=2.0**-127)) for block in blocks]
+        exponents = torch.cat([exponent - (mantissa == 0.5).int() for mantissa, exponent in parts], 1)
+        rows = x.double() / 2.0 ** exponents.double().repeat_interleave(32, 1)[:, : x.shape[1]]
+        exponents = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, -exponents.shape[1] % 4))
+        return rows.float().to(torch.float8_e4m3fn), exponents.view(E8M0)
     blocks = x.float().split(128, 1)
     scales = [(block.abs().amax(1, keepdim=True) / 448).clamp(min=2**-126) for block in blocks]
     if kind == "e4m3_1x128_pow2":
@@ -153,6 +167,10 @@ def random_rows(case: Case, num_tokens: int, seed: int):
     if case.payload == "pair":
         scales = torch.rand(num_tokens, -(-case.hidden // 128), generator=torch.Generator().manual_seed(seed))
         return rows.to(torch.float8_e4m3fn), scales
+    if case.payload == "pair_mx":
+        shape, generator = (num_tokens, 4 * -(-case.hidden // 128)), torch.Generator().manual_seed(seed)
+        scales = torch.randint(255, shape, generator=generator, dtype=torch.uint8)  # not NaN
+        return rows.to(torch.float8_e4m3fn), scales.view(E8M0)
     if case.quantize:  # rows of all magnitudes, a block without any, a zero with a sign
         rows *= 2.0 ** torch.randint(-125, 110, (num_tokens, 1), generator=torch.Generator().manual_seed(seed))
         rows[::3, :128], rows[::4, -16:], rows[:, 200:201] = 0, 0, -0.0
@@ -251,9 +269,14 @@ def rows_needed(case: Case, topk_idx: list[Tensor]) -> list[int]:
 
 def expected_of(case: Case, inputs: Inputs, max_recv_rows: int | None):
     x = [quantized(rows, case.quantize) for rows in inputs.x] if case.quantize else inputs.x
+    has_e8m0 = case.payload in ("pair_mx", "quantize_mx")
+    if has_e8m0:  # indexing takes none
+        x = [(rows, scales.view(torch.uint8)) for rows, scales in x]
     options = dict(num_experts=case.num_experts, layout=case.layout)
     placed = dict(expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
     received = reference.dispatch(x, inputs.topk_idx, inputs.topk_weights, **options, **placed)
+    if has_e8m0:
+        received = [dataclasses.replace(out, x=(out.x[0], out.x[1].view(E8M0))) for out in received]
     y, weights = zip(*(expert_rows(case, out, rank) for rank, out in enumerate(received)))
     weights = list(weights) if inputs.topk_weights else None
     combined = reference.combine(list(y), received, inputs.topk_idx, weights, node_of=case.node_of, **options)
@@ -317,6 +340,12 @@ def test_bits_of_the_definition(pools, engine, case):
     check_case(pools, engine, case)
 
 
+@pytest.mark.parametrize("ranks_per_node, hidden, layout", [(2, 512, "expert"), (1, 2880, "rank"), (2, 48, "rank")])
+def test_pairs_of_mxfp8(pools, engine, ranks_per_node, hidden, layout):
+    shape = dict(hidden=hidden, payload="pair_mx", layout=layout, tokens="uneven")
+    check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, **shape))
+
+
 def run_case_with_lists(rank: int, *given):
     """As ``run_case``, without direct plans: so are the plans of buffers with many tokens."""
     with pytest.MonkeyPatch.context() as patch:
@@ -343,7 +372,9 @@ def test_order_of_the_sums(pools, engine, num_ranks, ranks_per_node, dtype):
     [("uneven", 128), ("uneven", 1152), ("uneven", 7168), ("some", 1152), exhaustive("some", 7168)]
     + [("uneven", hidden) for hidden in (16, 1040, 2880)],
 )
-@pytest.mark.parametrize("ranks_per_node, payload", [(2, "quantize"), (1, "quantize"), (2, "quantize_pow2")])
+@pytest.mark.parametrize(
+    "ranks_per_node, payload", [(2, "quantize"), (1, "quantize"), (2, "quantize_pow2"), (2, "quantize_mx")]
+)
 def test_quantized_rows_of_several_parts(pools, engine, ranks_per_node, payload, tokens, hidden):
     """Kernels quantise 8 scale blocks at a time. Here a row has less, some more, and seven times as many. The last
     block of a row may have fewer elements."""

@@ -303,6 +303,7 @@ def test_wrong_pairs_of_rows_and_scales_are_refused(rank, engine):
             ("x[1]", (rows, scales.bfloat16()), None),
             ("x[1]", (rows, scales[:, :1]), None),
             ("x[1]", (rows, scales[1:]), None),
+            ("x[1]", (rows, scales.to(torch.uint8)), None),  # 8 of them for 256 elements
             ("x[0]", (rows[:, :128], scales), None),
             ("x", (rows,), None),
             ("x", (rows, scales, scales), None),
@@ -363,7 +364,7 @@ def make_disagreement(rank: int, engine: str, kind: str, odd: int, ranks_per_nod
         "x": lambda: new(quantize="e4m3_1x128" if odd_one else None),
         "cached handle": lambda: cached(handle=out.handle),
         "cached topk_weights": lambda: cached(topk_weights=topk_weights if odd_one else None),
-        "cached x": lambda: cached(quantize="e4m3_1x128" if odd_one else None),
+        "cached x": lambda: cached(quantize="mxfp8" if odd_one else "e4m3_1x128"),  # as many bytes
         "combined handle": lambda: buffer.combine(out.x, out.handle),
         "combined topk_weights": lambda: buffer.combine(
             first.x, first.handle, topk_weights=None if odd_one else first.topk_weights

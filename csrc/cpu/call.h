@@ -10,10 +10,10 @@ namespace ep::cpu {
 
 // One operation as its caller gave it. Every rank writes one and compares the others with it.
 struct Call {
-  enum Field { kOperation, kHandle, kLayout, kAlignment, kWeights, kRowBytes, kScaleBytes, kNumFields };
+  enum Field { kOperation, kHandle, kLayout, kAlignment, kWeights, kRowBytes, kScales, kNumFields };
   // As ep_dispatcher/checks.py names them (AGREED).
   static constexpr const char* kNames[kNumFields] = {
-      "operation", "handle", "layout", "expert_alignment", "topk_weights", "x: bytes per row", "x: bytes of scales"};
+      "operation", "handle", "layout", "expert_alignment", "topk_weights", "x: bytes per row", "x: scales per row"};
   static constexpr int64_t kDispatch = 0, kCombine = 1, kWeightedCombine = 2;  // values of kOperation
 
   int64_t rank;

@@ -170,10 +170,9 @@ void Engine::check_plan(const int32_t* block, size_t elements, int64_t num_token
 }
 
 Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const {
-  const size_t scale_bytes = bytes_per_row_.size() > 1 ? bytes_per_row_[1] : 0;
   return {config_.rank,
           {operation, plan, layout, alignment, has_weights_, static_cast<int64_t>(bytes_per_row_[0]),
-           static_cast<int64_t>(scale_bytes)}};
+           bytes_per_row_.size() > 1 ? num_scales : 0}};
 }
 
 // Write this rank's Call for the peers of the node. The Call of two epochs ago may be overwritten: every peer has begun

@@ -97,6 +97,7 @@ class Engine {
   void check_plan(const int32_t* plan, size_t elements, int64_t num_tokens, int64_t num_rows) const;
 
   // ---- dispatch
+  int64_t num_scales = 0;  // of a row; set by the caller before a dispatch, and compared between ranks
   // Announce a dispatch with a new plan. Wait for free staging. Write this rank's counts and lists, for all nodes.
   void route(const RouteArgs& args, const DispatchArgs& payload);
   // Announce an operation with the plan of a handle.

@@ -39,7 +39,7 @@ constexpr int kMaxTopk = 64;                       // columns of topk_idx; each 
 constexpr int kItemChunk = 512;
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
 constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
-constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale; the last scale has what is left
+constexpr int kScaleBlock = 128;  // elements of a float8 row whose scales are one word; the last block has what is left
 
 // [host] [thread] Return `n`, rounded up to a multiple.
 EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }

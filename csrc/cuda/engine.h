@@ -24,8 +24,9 @@ struct DispatchArgs {
   const char* rows = nullptr;     // [num_tokens, row_bytes]; with `quantizes` bfloat16 [num_tokens, 2 * row_bytes]
   const float* scales = nullptr;  // [num_tokens, scale_bytes / 4] or null; with `quantizes` null
   bool quantizes = false;         // turn bfloat16 rows into float8 with scales while staging
-  bool powers_of_two = false;     // with `quantizes`: round these scales up to powers of two
-  uint32_t row_bytes = 0, scale_bytes = 0;  // of one output row, and of its scales (0: none)
+  bool powers_of_two = false;     // with `quantizes`, float32 scales: round them up to powers of two
+  uint32_t row_bytes = 0, scale_bytes = 0;  // of one output row, and of its scales (0: none), which move as words
+  uint32_t scale_size = 4;                  // of one scale: 4 (float32), or 1 (e8m0 of MXFP8, four in a word)
   int32_t num_tokens = 0;
 
   Layout layout = Layout::kExpert;  // of the plan, new or old

@@ -53,7 +53,7 @@ class DispatchRequest(NamedTuple):
     """The checked arguments of one dispatch. The custom operator takes those up to `quantize`, in this order."""
 
     rows: Tensor  # [num_tokens, hidden]
-    scales: Tensor | None = None  # [num_tokens, ceil(hidden / 128)]
+    scales: Tensor | None = None  # [num_tokens, checks.num_scales]
     topk_idx: Tensor | None = None  # int64 (or int32, before ``plain``) [num_tokens, num_topk]; None: the plan is given
     topk_weights: Tensor | None = None  # float32 [num_tokens, num_topk]
     plan: Tensor | None = None  # of an earlier dispatch; None: make a new one

@@ -165,7 +165,7 @@ def _new_pair(rows: Tensor, columns: int) -> QuantizedRows:
 def _write_rows(rows: Tensor, ends: Tensor, out: QuantizedRows) -> None:
     """Quantise 1 x 128 entries at a time."""
     end = int(ends[-1])
-    for to, quantised in zip(out, quantize(rows[:end], powers_of_two=True)):
+    for to, quantised in zip(out, quantize(rows[:end], checks.POWERS_OF_TWO)):
         to[:end] = quantised
 
 

@@ -66,10 +66,10 @@ def moe_mlp(
                    2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of 2048 or more; else 1
     keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
                    ``intermediate`` values per received row
-    quantize       as in ep.dispatch: x travels as float8 pairs, and all GEMMs are float8 (docs/limits.md). Only in
-                   bfloat16, and not where something looks at operators, as torch.compile does. Each call quantises the
-                   weights. The backward keeps the pairs, and never the results of the activation. On a GPU hidden and
-                   intermediate are multiples of 16
+    quantize       as in ep.dispatch, except "mxfp8": x travels as float8 pairs, and all GEMMs are float8
+                   (docs/limits.md). Only in bfloat16, and not where something looks at operators, as torch.compile
+                   does. Each call quantises the weights. The backward keeps the pairs, and never the results of the
+                   activation. On a GPU hidden and intermediate are multiples of 16
 
     Under torch.autocast of the buffer's dtype x, weights and biases are cast in each call, as in ep.dispatch.
     torch.compile keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
@@ -129,7 +129,7 @@ def moe_mlp(
 def _check_quantize(
     quantize: str | None, is_eager: bool, dtype: torch.dtype, device: str, hidden: int, intermediate: int
 ) -> None:
-    checks.one_of("quantize", quantize, checks.QUANTIZE)
+    checks.one_of("quantize", quantize, (None, "e4m3_1x128", checks.POWERS_OF_TWO))
     if quantize is None:
         return
     if not is_eager:

@@ -34,15 +34,31 @@ __device__ __noinline__ inline uint2 divide_slowly(uint4 vector, float scale) {
   return to_float8(values);
 }
 
-// [warp] Return the bits of the largest magnitude among the 16 lanes of a half warp, with 8 bfloat16 each. Bits order
+// [warp] Return the bits of the largest magnitude among kLanes neighbouring lanes, with 8 bfloat16 each. Bits order
 // magnitudes; NaN is the largest.
+template <int kLanes>
 __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   constexpr uint32_t kMagnitudes = 0x7fff7fff;
   uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
                            __vmaxu2(vector.z & kMagnitudes, vector.w & kMagnitudes));
 #pragma unroll
-  for (int offset = 8; offset > 0; offset /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, offset));
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, offset));
   return max(most >> 16, most & 0xffff);
+}
+
+// [thread] Return the e8m0 scale of MXFP8: the exponent of the smallest power of two that is at least amax / 448, which
+// is 1.75 * 2^8. 255 is NaN.
+__device__ inline uint32_t e8m0_scale(float amax) {
+  constexpr uint32_t kMantissa = 0x7fffff, kThreeQuarters = 0x600000;
+  if (!(amax < INFINITY)) return amax == INFINITY ? 254 : 255;
+  const uint32_t exponent = (__float_as_uint(amax) + kMantissa - kThreeQuarters) >> 23;  // carries above 1.75
+  return exponent > 8 ? exponent - 8 : 0;
+}
+
+// [thread] Return 1 / scale of an e8m0 scale, which is exact.
+__device__ inline float e8m0_reciprocal(uint32_t scale) {
+  if (scale >= 254) return scale == 254 ? 0x1p-127f : NAN;
+  return __uint_as_float((254 - scale) << 23);
 }
 
 // Part of a bfloat16 row, quantised by a warp in one go. Each half of the warp takes every second scale block of 128
@@ -70,39 +86,57 @@ struct RowPart {
   }
 
   // [warp] Quantise the loaded part: store its float8 elements to `row`, and its scales to `scales`, both of the whole
-  // row. With `powers_of_two` round each scale up to the next one.
+  // row. With kMx in blocks of 32 elements with an e8m0 scale, and scales of blocks behind the end are 0. Otherwise in
+  // blocks of 128, and with `powers_of_two` round each scale up to the next one.
+  template <bool kMx>
   __device__ void quantize(char* row, float* scales, int number, int num_vectors, bool powers_of_two) const {
     constexpr float kLargest = 448, kSmallest = 0x1p-126f;
+    constexpr int kLanes = kMx ? 4 : 16;  // with a common scale
+    static_assert(kTogether <= kLanes, "a lane keeps one scale at most");
     const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
-    // Find the largest magnitude of each scale block: lane i keeps that of the i-th one of its half warp.
+    // Find the largest magnitude of each scale block: the i-th lane of kLanes keeps that of their i-th vectors.
+    const int kept = lane % kLanes;
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      const uint32_t its_most = largest_magnitude(vectors[i]);
-      if (lane == i) most = its_most;
+      const uint32_t its_most = largest_magnitude<kLanes>(vectors[i]);
+      if (kept == i) most = its_most;
     }
-    // Compute the scales.
+    // Compute the scales, and store them.
     const float amax = __uint_as_float(most << 16);
-    float scale = __fdiv_rn(amax, kLargest);
-    if (scale < kSmallest) scale = kSmallest;  // false for NaN
-    if (powers_of_two && scale < INFINITY) {   // the sum carries into the exponent unless the mantissa is 0
-      constexpr uint32_t kMantissa = 0x7fffff;
-      scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
+    const int word = first + 2 * kept;
+    const bool is_inside = kept < kTogether && word * kBlockVectors < num_vectors;
+    float scale = 0, reciprocal;
+    bool plain = true;
+    if constexpr (kMx) {
+      const uint32_t exponent = e8m0_scale(amax);
+      reciprocal = e8m0_reciprocal(exponent);
+      const int vector = word * kBlockVectors + lane / kLanes * kLanes;
+      if (is_inside) reinterpret_cast<uint8_t*>(scales + word)[lane / kLanes] = vector < num_vectors ? exponent : 0;
+    } else {
+      scale = __fdiv_rn(amax, kLargest);
+      if (scale < kSmallest) scale = kSmallest;  // false for NaN
+      if (powers_of_two && scale < INFINITY) {   // the sum carries into the exponent unless the mantissa is 0
+        constexpr uint32_t kMantissa = 0x7fffff;
+        scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
+      }
+      reciprocal = __frcp_rn(scale);
+      // Most rows lie in the range of `divide`.
+      plain = __all_sync(~0u, kept >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
+      if (is_inside) scales[word] = scale;
     }
-    const float reciprocal = __frcp_rn(scale);
-    // Most rows lie in the range of `divide`.
-    const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
-    if (lane < kTogether && (first + 2 * lane) * kBlockVectors < num_vectors) scales[first + 2 * lane] = scale;
     // Divide, round and store.
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      const float its_scale = __shfl_sync(~0u, scale, i, 16), its_reciprocal = __shfl_sync(~0u, reciprocal, i, 16);
+      const float its_reciprocal = __shfl_sync(~0u, reciprocal, i, kLanes);
+      const float its_scale = kMx ? 0 : __shfl_sync(~0u, scale, i, kLanes);
       uint2 elements;
       if (plain) {
         float values[BFloat16::kElements];
         BFloat16::load(vectors[i], values);
 #pragma unroll
-        for (float& value : values) value = divide(value, its_scale, its_reciprocal);
+        for (float& value : values)  // the reciprocal of a power of two is exact
+          value = kMx ? value * its_reciprocal : divide(value, its_scale, its_reciprocal);
         elements = to_float8(values);
       } else {
         elements = divide_slowly(vectors[i], its_scale);

@@ -155,8 +155,8 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
 }
 
 // [warp] Stage bfloat16 rows as float8, and their scales in the metadata. The next part is loaded meanwhile.
-__device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
-                                                    StagedChunks chunks) {
+template <bool kMx>
+__device__ __noinline__ void stage_quantized(Op op, const DispatchParams& params, Share share, StagedChunks chunks) {
   const char* const from = params.args.rows;
   char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
   const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
@@ -171,7 +171,8 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   stage_parts(op, params, share, chunks, [&](const Share& at, float* token_metadata) {
     const RowPart part = next;
     load(at.next());
-    part.quantize(to + static_cast<size_t>(at.token) * stride, token_metadata, at.part, num_vectors, powers_of_two);
+    char* const row = to + static_cast<size_t>(at.token) * stride;
+    part.quantize<kMx>(row, token_metadata, at.part, num_vectors, powers_of_two);
   });
 }
 
@@ -185,8 +186,10 @@ __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_
   // Stage.
   const Share share(op, params);
   const StagedChunks chunks(op, counters, params.args.num_tokens);
-  if (params.args.quantizes)
-    stage_quantized(op, params, share, chunks);
+  if (params.args.quantizes && params.args.scale_size == 1)
+    stage_quantized<true>(op, params, share, chunks);
+  else if (params.args.quantizes)
+    stage_quantized<false>(op, params, share, chunks);
   else
     stage_copies(op, params, share, chunks);
 }

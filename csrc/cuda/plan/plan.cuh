@@ -56,7 +56,7 @@ __device__ inline Call call_of(const DispatchParams& params) {
   set(Field::kAlignment, args.expert_alignment);
   set(Field::kWeights, args.topk_weights != nullptr);
   set(Field::kRowBytes, static_cast<int32_t>(args.row_bytes));
-  set(Field::kScaleBytes, static_cast<int32_t>(args.scale_bytes));
+  set(Field::kScales, static_cast<int32_t>(args.scale_bytes / args.scale_size));
   set(Field::kMaxRows, args.num_rows);
   set(Field::kNumTokens, args.num_tokens);
   return call;

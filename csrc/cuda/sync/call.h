@@ -18,13 +18,13 @@ enum class Field : int32_t {
   kAlignment = 3,
   kWeights = 4,  // 1: with topk_weights
   kRowBytes = 5,
-  kScaleBytes = 6,
+  kScales = 6,
   kMaxRows = 7,    // rows of the caller's output; -1: to be counted. May differ between ranks
   kNumTokens = 8,  // tokens of the rank as a source
   kNumChunks = 9,  // combine: the rank raises `pushed` for this many chunks, at every rank of its node
 };
-constexpr const char* kComparedNames[] = {
-    "operation", "handle", "layout", "expert_alignment", "topk_weights", "x: bytes per row", "x: bytes of scales"};
+constexpr const char* kComparedNames[] = {"operation",    "handle",           "layout",           "expert_alignment",
+                                          "topk_weights", "x: bytes per row", "x: scales per row"};
 constexpr int kNumCompared = sizeof(kComparedNames) / sizeof(kComparedNames[0]);
 
 // A Call before it is written. It travels as kNumWords Tagged words of two fields each.

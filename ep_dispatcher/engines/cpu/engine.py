@@ -134,12 +134,13 @@ class CpuEngine(Engine):
     def dispatch(self, request: DispatchRequest) -> Received:
         _require_memory(DISPATCH_ARGUMENTS, request[:5])
         if request.quantize:
-            rows, scales = float8.quantize(request.rows, powers_of_two=request.quantize == checks.POWERS_OF_TWO)
+            rows, scales = float8.quantize(request.rows, request.quantize)
             request = request._replace(rows=rows, scales=scales)
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)
         c, rail, num_rows = self._c, self._rail, request.num_rows
         arrays, weights, num_tokens = _arrays(request), address_of(request.topk_weights), request.rows.shape[0]
+        c.num_scales = 0 if request.scales is None else request.scales.shape[1]
         with self._operation("dispatch", request.plan, num_tokens, num_rows) as step:
             if request.plan is None:
                 plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)

@@ -94,16 +94,16 @@ class Launches(Streams, Engine):
         counted = request.counts
         rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
         num_tokens, hidden = rows.shape
-        dtype, num_scales = (torch.float8_e4m3fn, checks.num_scales(hidden)) if quantize else (rows.dtype, 0)
-        num_scales = num_scales if scales is None else scales.shape[1]
+        dtype, scale_dtype = torch.float8_e4m3fn if quantize else rows.dtype, checks.scale_dtype(quantize, scales)
         # Every assignment and every call costs host time: set only fields that differ from their defaults, and write
         # address_of() out.
         args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
         args.layout, args.expert_alignment = getattr(self._compiled.Layout, layout), expert_alignment
         args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
         args.num_rows, args.rail_blocks = num_rows, self._rail_sms[layout]
-        if num_scales:
-            args.scales, args.scale_bytes = address_of(scales), num_scales * 4
+        if scale_dtype is not None:
+            args.scales, args.scale_bytes = address_of(scales), checks.num_scales(hidden) * 4
+            args.scale_size = scale_dtype.itemsize
             if quantize:
                 args.quantizes, args.powers_of_two = True, quantize == checks.POWERS_OF_TWO
         if topk_idx is not None:
@@ -139,8 +139,8 @@ class Launches(Streams, Engine):
         weights_out = idx_out = scales_out = None
         rows_out = rows.new_empty(num_rows, hidden, dtype=dtype)
         args.num_rows, args.out_rows = num_rows, rows_out.data_ptr() or ANY
-        if num_scales:
-            scales_out = self._empty_scales(num_rows, num_scales, decodes, packs_scales)
+        if scale_dtype is not None:
+            scales_out = self._empty_scales(num_rows, hidden, scale_dtype, decodes, packs_scales)
             args.out_scales = address_of(scales_out)
         per_choice = (num_rows, self._config.num_topk)
         if topk_weights is not None:
@@ -172,11 +172,12 @@ class Launches(Streams, Engine):
                 stream = self._enter(ranges)
                 self._c.compare_routing(planned.data_ptr(), given.data_ptr(), given.shape[0], where, stream)
 
-    def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor:
+    def _empty_scales(self, num_rows: int, hidden: int, dtype: torch.dtype, by_column: bool, packs: bool) -> Tensor:
         """Allocate the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
         if not by_column:
-            return torch.empty(num_rows, num_scales, dtype=torch.float32, device=self._device)
-        columns, dtype = (num_scales // SCALES_OF_INT, torch.int32) if packs else (num_scales, torch.float32)
+            return torch.empty(num_rows, checks.num_scales(hidden, dtype), dtype=dtype, device=self._device)
+        columns = checks.num_scales(hidden) // (SCALES_OF_INT if packs else 1)
+        dtype = torch.int32 if packs or dtype != torch.float32 else dtype
         shape = (self._num_local_experts, columns, num_rows // self._num_local_experts)
         return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
 
