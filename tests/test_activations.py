@@ -26,10 +26,13 @@ FAMILIES = {
 
 
 def right(hidden: torch.Tensor, act: ep.Activation) -> torch.Tensor:
-    """The activation of the last dimension, in PyTorch's own functions."""
+    """The activation of the last dimension, in PyTorch's own functions.
+
+    Without clamp, whose gradient at the limit is 1 before PyTorch 2.14, as here, and 0 since.
+    """
     gate, up = hidden.chunk(2, dim=-1) if act.gated else (hidden, torch.ones_like(hidden))
     if act.limit is not None:
-        gate = gate.clamp(max=act.limit)
+        gate = gate.where(gate <= act.limit, act.limit)
     function = {
         "silu": lambda x: x * torch.sigmoid(act.alpha * x),
         "gelu": F.gelu,
@@ -40,7 +43,7 @@ def right(hidden: torch.Tensor, act: ep.Activation) -> torch.Tensor:
     if act.function == "situ":
         up = act.linear_beta * torch.tanh(up / act.linear_beta)
     if act.limit is not None:
-        up = up.clamp(-act.limit, act.limit)
+        up = up.where(up.abs() <= act.limit, act.limit * up.sign())
     return function[act.function](gate) * (up + act.offset)
 
 
