@@ -117,7 +117,7 @@ $(STAMPS)/nvcc: always $(STAMPS)/python
 	@for nvcc in "$$(command -v nvcc)" "$$CUDA_HOME/bin/nvcc" "$$CUDA_PATH/bin/nvcc" /usr/local/cuda/bin/nvcc none; do \
 	    [ -x "$$nvcc" ] && break; \
 	done; \
-	{ echo "$$nvcc $$EP_DISPATCHER_CUDA,$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME,$$EP_DISPATCHER_STAMPS,$$EP_DISPATCHER_PACE"; \
+	{ echo "$$nvcc $$EP_DISPATCHER_CUDA,$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME,$$EP_DISPATCHER_STAMPS,$$EP_DISPATCHER_PACE,$$EP_DISPATCHER_CUDA_ARCHS"; \
 	  echo "$$CC,$$CXX,$$CPPFLAGS,$$CFLAGS,$$CXXFLAGS,$$LDFLAGS,$$NVCC_FLAGS"; \
 	  [ ! -x "$$nvcc" ] || "$$nvcc" --version 2> /dev/null; } > $@.new; true
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi

@@ -1,12 +1,14 @@
 """Builds the compiled modules of ep_dispatcher. csrc/ uses no PyTorch, so neither does this file.
 
 CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the files compiled at once. The CUDA module is
-built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds flags.
+built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds flags,
+and EP_DISPATCHER_CUDA_ARCHS="90;100" says for which GPUs; unset: for those here, and a wheel for all.
 The module for several hosts is built when NVSHMEM is found too, in NVSHMEM_HOME or as the package nvidia-nvshmem-cu13
 (or cu12); EP_DISPATCHER_NVSHMEM is 1 or 0 likewise. EP_DISPATCHER_STAMPS=1 builds kernels that keep when their steps
 end, for benchmarks/time_line.py; EP_DISPATCHER_PACE=1 builds a peer wire with a pace (EP_DISPATCHER_WIRE_GBPS).
 """
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -31,11 +33,12 @@ from setuptools.command.install_lib import install_lib
 COMPILE_FLAGS = ["-O3", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra"]
 LINK_FLAGS = ["-fopenmp"]
 # nvcc compiles and links the whole module, so that it finds its own headers and libraries.
-# Code for SM90, and PTX that the driver compiles for what is newer.
-# One -gencode for both: a second one would compile every kernel a second time.
-ARCHITECTURES = ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]
-NVCC_FLAGS = ["-O3", "-std=c++17", *ARCHITECTURES, "--expt-relaxed-constexpr", "-Xptxas=-v"]
+NVCC_FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+# Kernels use no instruction that only one GPU has, so code for 90 runs on 9.x, that for 100 on 10.x (B200, B300), and
+# PTX of the first on all that is newer: there the driver compiles it when a process first uses it. No code for 12.x,
+# whose multiprocessors have too little shared memory.
+ARCHITECTURES = ["90", "100"]
 
 # The NVSHMEM module links device code of another library. Functions are then compiled apart from the kernels that call
 # them, so each has to keep to the registers that the launch bounds of the kernels leave.
@@ -90,6 +93,31 @@ def find_nvcc():
     if wanted == "1" and found is None:
         raise SystemExit("EP_DISPATCHER_CUDA=1, but there is no nvcc; install the CUDA toolkit, or set CUDA_HOME")
     return found
+
+
+@functools.cache
+def architectures(nvcc):
+    """The compute capabilities to compile for, such as ["90", "100"]. Each makes nvcc compile every kernel again."""
+    given = os.environ.get("EP_DISPATCHER_CUDA_ARCHS", "").replace(".", "").strip()
+    if given:
+        if not re.fullmatch(r"\d+[af]?(;\d+[af]?)*", given):
+            raise SystemExit(f"EP_DISPATCHER_CUDA_ARCHS: given {given!r}, allowed: compute capabilities such as 90;100")
+        return given.split(";")
+    wanted = ARCHITECTURES
+    if "bdist_wheel" not in sys.argv:
+        smi = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        said = subprocess.run(smi, capture_output=True, text=True).stdout if shutil.which(smi[0]) else ""
+        found = {f"{major}0" for major in re.findall(r"^(\d+)\.\d+$", said, re.MULTILINE)}
+        wanted = [one for one in ARCHITECTURES if one in found]
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    return [one for one in wanted if f"sm_{one}" in known] or ["90"]
+
+
+def architecture_flags(nvcc):
+    """One -gencode for the first one's code and PTX: a second one would compile every kernel again."""
+    first, *others = architectures(nvcc)
+    flags = [f"-gencode=arch=compute_{first},code=[sm_{first},compute_{first}]"]
+    return flags + [f"-gencode=arch=compute_{one},code=sm_{one}" for one in others]
 
 
 def find_nvshmem():
@@ -201,7 +229,8 @@ class BuildExt(build_ext):
 
     def nvcc_command(self, ext):
         """nvcc with all flags that compile and link."""
-        command = [find_nvcc(), *NVCC_FLAGS, *ext.extra_compile_args, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+        flags = [*NVCC_FLAGS, *architecture_flags(find_nvcc()), *ext.extra_compile_args]
+        command = [find_nvcc(), *flags, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
         if os.environ.get("CXX"):
             command += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
         return [*command, *(f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs])]
@@ -211,11 +240,13 @@ class BuildExt(build_ext):
         nvcc, jobs = self.nvcc_command(ext), max_jobs()
         objects = [str(folder / (Path(source).name + ".o")) for source in ext.sources]
         commands = [[*nvcc, "-c", source, "-o", to] for source, to in zip(ext.sources, objects)]
-        minutes = max(NVCC_SECONDS * len(commands) / jobs, NVCC_LONGEST_SECONDS) / 60
+        codes = architectures(nvcc[0])
+        minutes = len(codes) * max(NVCC_SECONDS * len(commands) / jobs, NVCC_LONGEST_SECONDS) / 60
         release = re.search(r"release [\d.]+", version_of(nvcc[0]))
         compiler = f"{nvcc[0]} ({release[0]})" if release else nvcc[0]
         for line in (
             f"compiling {len(commands)} files with {compiler}, {min(jobs, len(commands))} at a time",
+            f"code for compute capability {' and '.join(codes)}, and PTX of the first (EP_DISPATCHER_CUDA_ARCHS)",
             f"takes about {minutes:.1f} minutes, by {NVCC_SECONDS} s a file as measured on a core of an AMD EPYC",
             "EP_DISPATCHER_CUDA=0 builds without it, and then runs on CPUs alone",
         ):

@@ -34,7 +34,7 @@ needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built w
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
 def test_kernels_spill_nothing(source, tmp_path):
     """Those with extras may spill a few words: few launches take them."""
-    flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    flags = ["-O3", "-std=c++17", "-arch=sm_90", "--expt-relaxed-constexpr", "-Xptxas=-v"]
     command = ["nvcc", *flags, "-Icsrc", "-cubin", str(source), "-o", str(tmp_path / "kernels.cubin")]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr
@@ -64,6 +64,14 @@ def test_without_a_gpu_the_engine_says_why(monkeypatch):
         for name in ("cuda", "gpu"):
             with pytest.raises(ValueError, match=f"engine: given '{name}'"):
                 engines.choose(name)
+
+
+@needs_module
+@pytest.mark.parametrize("capability, works", [((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_gpus_whose_kernels_cannot_run_are_refused(monkeypatch, capability, works):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert (engines.cuda_problem() is None) == works and engines.choose("auto") == ("cuda" if works else "cpu")
 
 
 @needs_module

@@ -185,7 +185,9 @@ def fake_gpus(monkeypatch, capabilities: list[tuple[int, int]]) -> None:
     monkeypatch.setattr(cuda, "can_device_access_peer", lambda a, b: (a, b) != (0, 2))
 
 
-@pytest.mark.parametrize("capabilities, state", [([(9, 0), (9, 0)], "ok"), ([(8, 0)], "optional")])
+@pytest.mark.parametrize(
+    "capabilities, state", [([(9, 0), (9, 0)], "ok"), ([(8, 0)], "optional"), ([(12, 0)], "optional")]
+)
 def test_gpus(monkeypatch, capabilities, state):
     fake_gpus(monkeypatch, capabilities)
     assert found("GPUs").state == state and f"{capabilities[0][0]}.0" in found("GPUs").found

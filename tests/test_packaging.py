@@ -88,7 +88,7 @@ def build_wheel(source: Path, folder: Path, **environment: str) -> tuple[Path, s
 
 @pytest.fixture(scope="module", params=["cpu", exhaustive("all")])
 def build(request, source) -> tuple[Path, str, list[str]]:
-    """The wheel of the CPU engine, or of all engines that can be built: nvcc takes a minute. With its modules."""
+    """The wheel of the CPU engine, or of all that can be built, for all GPUs: nvcc takes minutes. With its modules."""
     if request.param == "cpu":
         return *build_wheel(source, source.parent / "cpu", EP_DISPATCHER_CUDA="0"), ["_C_cpu"]
     modules = ["_C_cpu", "_C_cuda"] if find_nvcc() else ["_C_cpu"]
@@ -111,6 +111,8 @@ def test_the_wheel_has_every_module_and_nothing_else(build):
     compiled = {f"ep_dispatcher/{module}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for module in modules}
     found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
     assert found == expected | compiled
+    (wheel,) = unpacked.parent.glob("*.whl")
+    assert wheel.stat().st_size < 10e6
 
 
 def test_the_compiled_module_loads_without_any_other_package(build):
@@ -177,6 +179,7 @@ def test_a_broken_nvcc_is_named_with_the_way_around_it(source, tmp_path):
 # Stands for a compiler: what it makes is its command, and a log gets that too.
 FAKE_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo "release {version}" && exit
+[ "$1" = --list-gpu-code ] && echo sm_90 sm_100 && exit
 command="$(basename "$0") $*"
 while [ $# -gt 1 ]; do
   [ "$1" = -o ] && echo "$command" > "$2" && echo "$2" >> {log}
@@ -249,6 +252,30 @@ def test_other_flags_and_compilers_compile_again(fake, change, compiled):
         name = next(iter(change)).removeprefix("EP_DISPATCHER_")
         assert (f"-DEP_{name}" if flag == "1" else flag) in files[f"ep_dispatcher/{compiled[-1]}"]
     assert fake(**change)[1] == []
+
+
+@pytest.mark.parametrize(
+    "gpus, hook, given, expected",
+    [
+        ("9.0\n9.0", "build_editable", "", ["90"]),
+        ("10.3", "build_editable", "", ["100"]),
+        ("12.0", "build_editable", "", ["90"]),  # none of ours: as if there were no GPU
+        ("9.0", "build_wheel", "", ["90", "100"]),
+        ("9.0", "build_wheel", "10.0; 120", None),
+        ("9.0", "build_wheel", "103;120", ["103", "120"]),
+    ],
+)
+def test_code_is_for_the_gpus_here_and_a_wheel_for_all(fake, tmp_path, gpus, hook, given, expected):
+    program(tmp_path / "bin/nvidia-smi", f"#!/bin/sh\necho '{gpus}'\n")
+    if expected is None:
+        with pytest.raises(AssertionError, match="EP_DISPATCHER_CUDA_ARCHS: given '100; 120'"):
+            fake(hook, EP_DISPATCHER_CUDA_ARCHS=given)
+        return
+    fake(hook, EP_DISPATCHER_CUDA_ARCHS=given)
+    (module,) = fake.copy.glob("build/modules/_C_cuda*/_C_cuda*.so")
+    code = re.findall(r"-gencode=arch=compute_(\d+),code=(\S+)", module.read_text())
+    first, *others = expected
+    assert code == [(first, f"[sm_{first},compute_{first}]"), *((one, f"sm_{one}") for one in others)]
 
 
 def test_another_version_of_a_compiler_compiles_again(fake):

@@ -11,7 +11,12 @@ from ep_dispatcher.engines.base import Engine, EngineConfig
 
 # The engines of this build.
 ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
-LEAST_CAPABILITY = (9, 0)
+CAPABILITIES = "9.0 or newer, without 12.x"
+
+
+def runs_on(capability: tuple[int, int]) -> bool:
+    """Return whether kernels can run on a GPU. They need 227 KiB of shared memory in a block; 12.x has 99."""
+    return capability >= (9, 0) and capability[0] != 12
 
 
 def cuda_problem() -> str | None:
@@ -21,8 +26,8 @@ def cuda_problem() -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch finds no GPU"
     capability = torch.cuda.get_device_capability()
-    if capability < LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not {LEAST_CAPABILITY[0]}.0 or newer"
+    if not runs_on(capability):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not {CAPABILITIES}"
     return None
 
 

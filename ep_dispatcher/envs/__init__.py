@@ -117,8 +117,8 @@ deep_ep_exact = Switch(
 )
 SWITCHES = (engine, ranks_per_node, timeout_s, wire, wire_gbps, trace, max_tokens_per_rank, deep_ep_exact)
 # setup.py reads them
-_OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM", "EP_DISPATCHER_STAMPS", "EP_DISPATCHER_PACE")
-_NAMES = (*(switch.name for switch in SWITCHES), *_OF_THE_BUILD)
+_OF_THE_BUILD = ("CUDA", "CUDA_ARCHS", "NVSHMEM", "STAMPS", "PACE")
+_NAMES = (*(switch.name for switch in SWITCHES), *(f"EP_DISPATCHER_{name}" for name in _OF_THE_BUILD))
 REMOVED = {  # what was a switch once, and what has its meaning now
     "EP_DISPATCHER_SPIN_US": "nothing, it is a constant of 50",
     "EP_DISPATCHER_NUM_SMS": "Buffer(num_sms=), Megatron's --ep-dispatcher-num-sms, deep_ep's Buffer.set_num_sms",

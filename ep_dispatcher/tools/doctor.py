@@ -28,7 +28,6 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TORCH_MINIMUM = (2, 9)
-CUDA_MINIMUM = (9, 0)  # compute capability
 DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED of cuda.h
 TRANSPORTS = ("ibrc", "ucx", "libfabric", "ibdevx")  # of NVSHMEM between hosts
 ROOT = Path("/")  # of /sys and /dev
@@ -241,6 +240,8 @@ def find_nvcc() -> str:
 def find_gpus() -> str:
     import torch
 
+    from ep_dispatcher import engines
+
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") and "GPU" in _run("nvidia-smi", "-L"):
             raise Unusable("nvidia-smi lists GPUs, but this PyTorch cannot use them")
@@ -251,8 +252,8 @@ def find_gpus() -> str:
         f"{torch.cuda.get_device_name(i)} (compute capability {'.'.join(map(str, capabilities[i]))})" for i in devices
     ]
     listed = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    if max(capabilities) < CUDA_MINIMUM:
-        raise Unusable(f"{listed}: older than compute capability {CUDA_MINIMUM[0]}.{CUDA_MINIMUM[1]}")
+    if not any(map(engines.runs_on, capabilities)):
+        raise Unusable(f"{listed}: the CUDA engine needs compute capability {engines.CAPABILITIES}")
     return listed
 
 
