@@ -22,7 +22,7 @@ using Block = Team<0, 0, Pipeline::kThreads>;
 // [thread] Return the number of pushing blocks, from block 0 on: at least 1, if this launch pushes. Blocks are divided
 // by the rows that pushing and reducing read and write: a rank with many received items pushes with nearly all blocks.
 // Never use more blocks than saturate the links. All threads of a launch compute the same number.
-__device__ int num_push_blocks(const Op& op, const CombineParams& params, const PlanSizes& sizes) {
+__device__ int num_push_blocks(const Op& op, const CombineParams& params, const PlanSizes& sizes, int num_own) {
   if (!params.pushes) return 0;
   if (!params.reduces) return op.num_blocks;
   // Few blocks do both. With windows of slots 7 are few: doing both, a combine in expert layout took 1708 us instead of
@@ -32,11 +32,13 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params, const 
   if (sizes.num_items == 0) return 1;  // it raises the flags promised by Field::kNumChunks, also without items
   // Few items: nobody can reduce before the last push, so all push first.
   if (op.context.num_nodes() == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
-  const float push = static_cast<float>(sizes.num_rows) + sizes.num_items;
+  // Rows of own items are read to push, or to reduce.
+  const float rows_of_item = static_cast<float>(sizes.num_rows) / sizes.num_items;
+  const float push = (sizes.num_items - num_own) * (rows_of_item + 1);
   // A sum from another node is written and read once more than one of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.num_others());
-  const float reduce = params.reduce_weight * (static_cast<float>(sizes.num_addends) + tokens);
-  const float most = params.saturating * push / sizes.num_items;
+  const float reduce = params.reduce_weight * (sizes.num_addends + num_own * (rows_of_item - 1) + tokens);
+  const float most = params.saturating * (rows_of_item + 1);
   const int share = static_cast<int>(min(op.num_blocks * push / (push + reduce) + 0.5f, most));
   return min(max(share, 1), op.num_blocks - 1);
 }
@@ -79,7 +81,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   Preparer preparer{memory.pipeline, num_teams};
   Pusher pusher(op, params, memory, pushers, for_others.has_block());
   if (pushers.has_block()) pusher.begin();
-  Reducer reducer(op, params, memory.tokens, for_others);
+  Reducer reducer(op, params, memory, for_others);
   Verdict verdict = params.agrees_first() && !pushers.has_block() ? memory.verdict.wait_in_warp() : Verdict::kAgree;
   for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
     until = Pusher::kAllSums;
@@ -163,8 +165,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   CombineWeightCopy combine_weights(op, params, sends_combine_weights);
   const bool aborted = has_aborted(context);
   const PlanSizes sizes = *params.plan.head;
+  const int num_own = params.adds_own_rows ? params.plan.head->items_of(op.rank()) : 0;
   const bool sees_free = !params.pushes || poll_once(op, context.own.slots_free, context.state->pushed_epoch);
-  const Part pushers{op.block, num_push_blocks(op, params, sizes)};
+  const Part pushers{op.block, num_push_blocks(op, params, sizes, num_own)};
   if (sends_combine_weights && tags && !aborted) combine_weights.send(op);
   // Leave after an abort: all threads of the block, or none.
   const bool is_free = !__syncthreads_or(aborted || !sees_free);
@@ -265,12 +268,16 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   // Share the tokens evenly: with few tokens every block takes one batch.
   const int blocks = num_sms_ - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
-  const int batches_of_block = share(blocks * Reducer::kBatch);
+  const bool is_long = context_.row_bytes > 8192;
+  const int batches_of_block = share(blocks * (is_long ? 8 : Reducer::kBatch));
   params.own_batch = share(blocks * batches_of_block);
   params.pushes = pushes;
   params.reduces = reduces;
+  params.adds_own_rows = pushes && reduces && !args.combine_weights;
   // Choose the size of an smem stage: a row, or a piece of it. Use as few pieces as leave room for some tasks at once.
-  const int max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
+  // An addend stands for one expert of a token or more.
+  const int max_addends =
+      std::min(config.num_topk, config.max_copies() + config.ranks_per_node - 1 + config.num_others());
   int num_smem_stages = 0;
   uint32_t smem_stage_bytes = 0;
   const auto carve = [&] {
@@ -288,11 +295,11 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   const int most_smem_stages = std::max<int>(Pipeline::kMaxSmemStages, max_addends);
   num_smem_stages = static_cast<int>(std::min<size_t>(room / smem_stage_bytes, most_smem_stages));
   const size_t shared = carve();
-  // Tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long, 2048 is short.
-  // To measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
-  const bool is_long = row > 8192;
-  params.reduce_weight = is_long ? 1.2f : 0.45f;
-  params.saturating = is_long ? 5.2f : 1000.0f;
+  // The links were tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long,
+  // 2048 is short. A low reduce_weight makes more blocks push first, so that reducing blocks wait less for peers. To
+  // measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
+  params.reduce_weight = 0.28f;
+  params.saturating = is_long ? 3.9f : 1000.0f;
 
   const Context context{context_of(args.wait_ns, !pushes)};
   const auto run = [&](auto summing) {

@@ -26,6 +26,8 @@ struct alignas(16) Task {
       progress_flag;  // of the sum; before summing, the team's warps count themselves in for all lower progress flags
   int16_t first_smem_stage;  // of its rows; the others follow
   int8_t num_rows;           // number of addends
+  int8_t num_own;            // addends that are this rank's rows: if there are several, their sum is rounded first
+  int8_t first_own;          // the first of these
   int8_t source;             // the rank that has written the combine weights
   bool stops;                // the last task of its team
 };
@@ -356,14 +358,27 @@ __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish
     };
     // Sum, and release the smem stages as soon as they are read.
     if (makes_sum && task.to != nullptr) {
-      const auto row = [&](int j) {
-        return reinterpret_cast<const uint4*>(pipeline.smem_stage(task.first_smem_stage + j));
+      const auto stage = [&](int j) {
+        return reinterpret_cast<uint4*>(pipeline.smem_stage(task.first_smem_stage + j));
       };
-      auto* to = reinterpret_cast<uint4*>(task.to);
-      if (task.combine_weights != nullptr)
-        sum_rows<Summing>(row, pipeline.combine_weights_of(place), task.num_rows, task.bytes / 16, to, thread, release);
-      else
-        sum_rows<Summing>(row, NoCombineWeights{}, task.num_rows, task.bytes / 16, to, thread, release);
+      auto* const to = reinterpret_cast<uint4*>(task.to);
+      const int num_vectors = task.bytes / 16;
+      if (task.combine_weights != nullptr) {
+        sum_rows<Summing>(stage, pipeline.combine_weights_of(place), task.num_rows, num_vectors, to, thread, release);
+      } else {
+        // Sum own rows in place first. Each thread then reads only what it has written itself.
+        const int merged = max(task.num_own - 1, 0);  // own rows that the sum in place leaves out
+#pragma unroll 1
+        for (bool in_place = merged > 0;; in_place = false) {
+          const int begin = in_place ? task.first_own : 0, gap = in_place ? 0 : merged;
+          const auto row = [&](int j) { return stage(begin + (j > task.first_own ? j + gap : j)); };
+          const int num_rows = in_place ? task.num_own : task.num_rows - merged;
+          sum_rows<Summing>(row, NoCombineWeights{}, num_rows, num_vectors, in_place ? row(0) : to, thread, [&] {
+            if (!in_place) release();
+          });
+          if (!in_place) break;
+        }
+      }
     } else {
       release();
     }

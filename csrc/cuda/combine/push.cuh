@@ -262,6 +262,7 @@ struct Pusher {
       takes_own = true;
       taken = part.block;
       end = head.item_begin[op.first_local_rank() + op.ranks_per_node()] - head.item_begin[op.first_local_rank()];
+      if (params.adds_own_rows) end -= head.items_of(op.rank());
     }
     if (taken >= end) return {0, progress_flags.far};
     const int first = taken, step = takes_own ? part.num_blocks : 1;
@@ -269,7 +270,8 @@ struct Pusher {
     memory.items.fetch(
         [&](int n) {
           const SourceOrder::Position position =
-              takes_own ? memory.sources.at(first + lane * step, 0, op.ranks_per_node(), step) : far.at(first + lane);
+              takes_own ? memory.sources.at(first + lane * step, params.adds_own_rows, op.ranks_per_node(), step)
+                        : far.at(first + lane);
           memory.positions[n % (2 * kBatch)] = position;
           return params.plan.items + index_of(position) * context.item_ints;
         },

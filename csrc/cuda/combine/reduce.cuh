@@ -54,7 +54,7 @@ struct Reducer {
   const Op op;
   const Context& context;
   const CombineParams& params;
-  Records& records;
+  CombineMemory& memory;
   const Part for_others;
   const int lane, num_tokens;
   ChunkFlags pushed, sums_relayed;  // lane by local rank; lane by other node
@@ -65,11 +65,11 @@ struct Reducer {
   bool has_taken = false;       // whether this block has taken its only batch of own tokens
 
   // [warp] Prepare to reduce. Read nothing written by peers. Without a usable plan there are no tokens for others.
-  __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
+  __device__ Reducer(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& for_others)
       : op(op),
         context(op.context),
         params(params),
-        records(records),
+        memory(memory),
         for_others(for_others),
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
@@ -81,7 +81,7 @@ struct Reducer {
     // These flags are about the rail peers, and the relay of this rank raises them.
     sums_relayed.rank = context.rail_peer(lane + (lane >= context.node));
     sums_relayed.raiser = op.rank();
-    records.begin(INT32_MAX);
+    memory.tokens.begin(INT32_MAX);
   }
 
   __device__ ProgressFlags progress_flags() const { return progress_flags_of(context); }
@@ -101,7 +101,7 @@ struct Reducer {
     const int ints = context.table_ints;
     const size_t first = static_cast<size_t>(taken.node) * context.config.max_tokens + taken.begin;
     const int32_t* table = params.plan.tables + first * ints;
-    records.fetch([&](int n) { return table + n % kBatch * ints; }, taken.num);
+    memory.tokens.fetch([&](int n) { return table + n % kBatch * ints; }, taken.num);
     return taken;
   }
 
@@ -145,7 +145,9 @@ struct Reducer {
     int chunk_of_lane = -1;
 #pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local) {
-      const int number = has_token ? item_numbers[local] : -1;
+      // Own rows are read in place. Weights are not, and the flags cover them.
+      const bool is_here = is_own && params.adds_own_rows && local == context.local && !params.args.out_weights;
+      const int number = has_token && !is_here ? item_numbers[local] : -1;
       const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
       const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
       if (lane == local) chunk_of_lane = needed;
@@ -160,6 +162,9 @@ struct Reducer {
     return sums_relayed.wait(op, Phase::kNodeSums, awaited ? last : -1);
   }
 
+  // [thread] Return a loaded item of this rank.
+  __device__ Item own_item(int n) const { return {reinterpret_cast<int32_t*>(memory.items.at(n)), context.max_copies}; }
+
   // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if direct, else staging for
   // the senders.
   __device__ char* sums_for(int node) const {
@@ -172,11 +177,11 @@ struct Reducer {
   // tokens have no addends: zeros.
   __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
     const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
-    records.wait(n);
+    memory.tokens.wait(n);
     // Lane i takes the i-th token of the batch.
     const bool has_token = usable && lane < tokens.num;
     const size_t token = tokens.begin + lane;
-    const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
+    const auto* item_numbers = reinterpret_cast<const int32_t*>(memory.tokens.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.num_nodes() > 1 ? params.plan.sent_nodes[token] : 0;
     bool ready = false;  // all addends
     const auto wait = [&] { return ready || (ready = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
@@ -186,14 +191,35 @@ struct Reducer {
     const auto has_addend = [&](int local) {
       return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
     };
+    // Find the own rows of the lane's token, if they are added here: values of its item. In rank layout that is a row.
+    const PlanHead& head = *params.plan.head;
+    const bool adds_own_rows = is_own && params.adds_own_rows && has_addend(context.local);
+    const int own = memory.items.fetched * kBatch + lane % kBatch;  // record of the item
+    int num_own = adds_own_rows;
+    if (__any_sync(~0u, adds_own_rows)) {
+      const int index = head.item_begin[op.rank()] + (adds_own_rows ? item_numbers[context.local] : 0);
+      if (head.has_expert_layout()) {
+        memory.items.fetch([&](int) { return params.plan.items + static_cast<size_t>(index) * context.item_ints; },
+                           tokens.num);
+        memory.items.wait(own);
+        if (adds_own_rows) num_own = own_item(own).num_copies();
+      } else if (adds_own_rows) {
+        own_item(own).value(0) = index;
+      }
+    }
     // Fill the lane's task.
     Task task{};
     char* const to = is_own ? params.args.out : sums_for(tokens.node);
     task.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
     task.progress_flag = is_own ? 0 : progress_flags().summed(tokens.order);
     task.num_rows = static_cast<int8_t>(__popc(nodes));
+    task.first_own = static_cast<int8_t>(__popc(nodes & ((1u << context.node) - 1)));
+    task.num_own = static_cast<int8_t>(num_own);
 #pragma unroll 1
-    for (int local = 0; local < op.ranks_per_node(); ++local) task.num_rows += has_addend(local);
+    for (int local = 0; local < op.ranks_per_node(); ++local) {
+      task.num_rows += adds_own_rows && local == context.local ? num_own : has_addend(local);
+      task.first_own += local < context.local && has_addend(local);
+    }
     if (!is_own && task.num_rows == 0) task.to = nullptr;  // no experts here, so no sum; the task only keeps the order
     const char* slots = is_own ? context.own.slots : context.local_rail_buffer(tokens.node, &RailArrays::slots);
     const auto fill = [&](const char** addends, int32_t*) {
@@ -206,6 +232,12 @@ struct Reducer {
 #pragma unroll 1
       for (int local = 0; local < op.ranks_per_node(); ++local) {
         if (!has_addend(local)) continue;
+        if (adds_own_rows && local == context.local) {
+#pragma unroll 1
+          for (int j = 0; j < num_own; ++j)
+            *addends++ = params.args.y + static_cast<size_t>(own_item(own).value(j)) * context.row_bytes;
+          continue;
+        }
         const size_t slot = is_own ? static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local]
                                    : window_slot(context, local, static_cast<int>(token));
         *addends++ = slots + slot * context.slot_stride;
