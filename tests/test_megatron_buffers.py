@@ -252,17 +252,21 @@ def test_a_wrapped_group_has_one_buffer_for_each_kind_of_rows(rank: int):
 @on_ranks()
 def test_multiprocessors_are_those_of_the_flags(rank: int):
     for config, wanted in [
-        (SmsOf016(), None),
-        (SmsOf016(20, 16), None),
+        (SmsOf016(), limits.ALONE_SMS),
+        (SmsOf016(20, 16), limits.ALONE_SMS),
         (SmsOf016(12, 16), 12),
         (SmsOf016(20, 32), 32),
         (SmsOf016(12, 12), 12),
-        (SmsOf019(), None),
+        (SmsOf019(), limits.ALONE_SMS),
         (SmsOf019(20), 20),
         (SmsOf019(20, 20), 20),
         (SmsOf019(20, 12, 16), 20),
     ]:
         assert limits.num_sms(config) == wanted, config
+    for overlap in ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "delay_wgrad_compute"):
+        config = SmsOf019()
+        setattr(config, overlap, True)
+        assert limits.num_sms(config) is None, overlap
     for config, given in ((SmsOf016(12, 32), "'moe_hybridep_num_sms': 32"), (SmsOf016(0), "given 0")):
         text = error_of(partial(limits.num_sms, config))
         assert text.startswith("--moe-deepep-num-sms") and given in text, text
@@ -274,7 +278,7 @@ def test_multiprocessors_are_those_of_the_flags(rank: int):
 
     fields = make_config().__dataclass_fields__
     flag = next(name for name in limits.SMS_FIELDS if name in fields)
-    assert sms_of_a_new_buffer() is None, "Megatron's default is another backend's"
+    assert sms_of_a_new_buffer() == limits.ALONE_SMS, "Megatron's default is another backend's"
     assert sms_of_a_new_buffer(**{flag: 12}) == 12
     with environment(num_sms=10):
         assert sms_of_a_new_buffer(**{flag: 12}) == 10, "ours wins over another backend's"

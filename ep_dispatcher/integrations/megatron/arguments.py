@@ -57,7 +57,7 @@ ARGUMENTS = {
         int,
         functools.partial(checks.integer, lowest=1),
         "multiprocessors that dispatch and combine use at a time, at most. Default: Megatron's argument of this "
-        "meaning, else 24",
+        "meaning, else 32, or 24 if anything overlaps with them",
     ),
     "max_tokens_per_rank": Argument(
         int,

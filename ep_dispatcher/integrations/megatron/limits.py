@@ -26,6 +26,9 @@ UNSUPPORTED = {
     "moe_hybridep_num_sms_preprocessing": "it is for hybridep",
 }
 OVERLAPS_WGRAD = "overlap_dispatch_backward_with_experts_wgrad"  # 0.18 and newer
+# Fields that let GEMMs run beside a dispatch or combine. Without them it may take more than 24 multiprocessors.
+OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "delay_wgrad_compute", OVERLAPS_WGRAD)
+ALONE_SMS = 32
 FACTOR = arguments.flag("rank_capacity_factor")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -116,9 +119,9 @@ def _check_capture(config, flag: str, value: str) -> None:
 
 
 def num_sms(config) -> int | None:
-    """Return the multiprocessors that the user's flags give to communication; None for Megatron's defaults.
+    """Return the multiprocessors that the user's flags give to communication; by default ALONE_SMS if it runs alone.
 
-    Those defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for other backends, not for this one.
+    None: 24. Megatron's own defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for other backends.
     """
     ours = arguments.given(config, "num_sms")
     if ours is not None:
@@ -128,7 +131,8 @@ def num_sms(config) -> int | None:
         checks.integer(_flag(name), value, 1)
         if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
             checks.fail(_flag(name), f"{value} beside {given}", "one number of multiprocessors")
-    return next(iter(given.values()), None)
+    overlaps = arguments.given(config, "overlap") or any(getattr(config, name, False) for name in OVERLAPS)
+    return next(iter(given.values()), None if overlaps else ALONE_SMS)
 
 
 def _changed(config, names: Iterable[str]) -> dict[str, Any]:
