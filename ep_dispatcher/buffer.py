@@ -245,11 +245,11 @@ class Buffer:
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
                       exponents in an int32; hidden must then be a multiple of 512. With MXFP8 it must be "ue8m0", for
                       every hidden
-        return_hook   decode layout: the call only stages, and out.hook() moves rows, in the stream current then.
-                      In between no multiprocessor is in use. The arguments may be overwritten once the work of the
-                      call in its stream is done. Call the hook before any other operation of this buffer, and in the
-                      same CUDA graph as the call; another buffer may be used meanwhile. Until the hook is called
-                      out.event covers the call alone. The CPU engine does both in the call. Not possible with
+        return_hook   decode layout: the call sends, once all ranks have called; out.hook() waits and places rows, in
+                      the stream current then. In between no multiprocessor is in use. The arguments may be overwritten
+                      once the call's work in its stream is done. Call the hook before any other operation of this
+                      buffer, and in the CUDA graph of the call; another buffer may be used meanwhile. Until the hook is
+                      called out.event covers the call alone. The CPU engine does both in the call. Not possible with
                       async_finish
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it

@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import pytest
 import round_trip as round_trips
+import test_decode
 import test_dispatch_combine as grid
 import test_nodes
 import torch
@@ -259,6 +260,7 @@ PARTS = dict(
     cases=lambda pool, case: check_cases(pool, [one for one in GRID if split_of(one) == split_of(case)]),
     too_few=lambda pool, case: pool.run(test_nodes.too_few_rows, "cuda", case, 6),
     decode=lambda pool, case: pool.run(check_decode, case),
+    hooks_in_graphs=lambda pool, case: test_decode.check_graphs(pool, *split_of(case), hooked=True),
     counters=lambda pool, case: pool.run(check_counters, case),
     two_buffers=lambda pool, case: pool.run(check_two_buffers, case),
     late=late,

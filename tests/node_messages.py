@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from node_model import EPOCHS, LATE_WRITE, Agent, Place
-from node_protocol import COMBINES, COUNTED, HOOKED, Operation, Protocol, Rank
+from node_protocol import COMBINES, COUNTED, Operation, Protocol, Rank
 
 READY = "a message waits until it is ready"
 MOVED = "flags rise behind a message"
@@ -23,7 +23,7 @@ GARBAGE = EPOCHS - 1  # content of such a message
 class Message(NamedTuple):
     flag: str
     chunk: tuple[int, ...] = ()
-    second: bool = False  # of two launches
+    second: bool = False  # in a counted dispatch it follows the second launch
 
 
 class MessageOperation(Operation):
@@ -31,7 +31,7 @@ class MessageOperation(Operation):
 
     def begin(self) -> None:
         super().begin()
-        self.twice = self.protocol.programs[self.me][self.epoch - 1] in (COUNTED, HOOKED)
+        self.is_counted = self.protocol.programs[self.me][self.epoch - 1] == COUNTED
         self.side_stream()
 
     def raise_on_wire(self, agent: Agent, flag: Place) -> None:
@@ -86,7 +86,7 @@ class MessageOperation(Operation):
             is_broken = self.is_broken(self.me, number)
             if not is_broken:
                 agent.wait(("begun", self.me), self.epoch)
-            if message.second and self.twice and not is_broken:
+            if message.second and self.is_counted and not is_broken:
                 agent.wait(("launched", self.me), self.epoch)
             for node in self.others if self.keeps(READY) and not is_broken else ():
                 agent.wait(("ready", self.me, node, message.flag, *message.chunk), self.epoch)

@@ -100,8 +100,8 @@ class Agent:
     def read(self, cell: Place, epoch: int) -> None:
         self._step("accesses", READ, cell, epoch, ends=("raises",))
 
-    def write(self, cell: Place, epoch: int) -> None:
-        self._step("accesses", WRITE, cell, epoch, ends=("raises",))
+    def write(self, cell: Place, epoch: int, *, may_be_late: bool = False) -> None:
+        self._step("accesses", LATE_WRITE if may_be_late else WRITE, cell, epoch, ends=("raises",))
 
     def raise_flag(self, flag: Place, epoch: int) -> None:
         self._step("raises", flag, epoch)

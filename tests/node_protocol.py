@@ -32,8 +32,9 @@ Rank = tuple[int, int]
 Routing = Mapping[tuple[Rank, int], frozenset[Rank]]  # receivers of a chunk of tokens, by source and chunk
 Task = Callable[[Agent], None]
 DISPATCH, COUNTED, CACHED = "dispatch", "counted dispatch", "cached dispatch"
-COMBINE, HOOKED, FACTORED = "combine", "hooked combine", "factored combine"
-COMBINES = (COMBINE, FACTORED)
+PUSHED = "pushed dispatch"  # in decode layout with a hook: rows for the own node go to slots
+COMBINE, HOOKED, FACTORED = "combine", "hooked combine", "factored combine"  # that with a hook is factored too
+COMBINES, NEW = (COMBINE, FACTORED), (DISPATCH, PUSHED)
 WIRE_FLAGS = ("inbox_free", "call_arrived", "items_arrived", "rows_arrived", "sums_arrived")
 
 # Rules that a test may take away.
@@ -43,7 +44,8 @@ RAIL_ENDS = "an operation ends after its rail blocks"
 TWO_CALLS = "Calls lie in two places"
 TWO_COUNTS = "counts lie in two places"
 CONSUMED_BEFORE_CALL = "a dispatch waits for consumed before its counts and Call are sent"
-SLOTS_FREE = "a combine waits for slots_free before it pushes and before its Call is sent"
+SLOTS_FREE = "slots_free is waited for before pushes and before the Call is sent"
+FREE_AFTER_ROWS = "slots_free rises after pushed rows too"
 CONSUMED_BEFORE_SUMS = "outgoing sums wait for consumed"
 AGREE_ALL = "Calls of all ranks are waited for, not only those of the own node"
 INBOX_FREE = "early rows wait for inbox_free"
@@ -111,7 +113,7 @@ class Protocol:
 
     def kind(self, rank: Rank, epoch: int) -> str:
         """Return what all compare: two launches look like one to the peers."""
-        return self.programs[rank][epoch - 1].replace(COUNTED, DISPATCH).replace(HOOKED, COMBINE)
+        return self.programs[rank][epoch - 1].replace(COUNTED, DISPATCH).replace(HOOKED, FACTORED)
 
     def agrees(self, epoch: int) -> bool:
         return len({self.kind(rank, epoch) for rank in self.ranks}) == 1
@@ -130,7 +132,8 @@ class Operation:
         self.protocol, self.me, self.epoch = protocol, rank, epoch
         self.node, self.local = rank
         self.kind, self.agrees = protocol.kind(rank, epoch), protocol.agrees(epoch)
-        self.is_new, self.usable = self.kind == DISPATCH, epoch not in protocol.unusable
+        self.is_new, self.pushes_rows = self.kind in NEW, self.kind == PUSHED
+        self.usable = self.pushes_rows or epoch not in protocol.unusable  # in decode layout all rows fit
         self.routing = protocol.routings[(epoch - 1) % len(protocol.routings)]
         self.chunks, self.has_combine_weights = protocol.chunks, self.kind == FACTORED
         self.promised = len(self.chunks) * (2 if self.usable else 1)  # chunks that each rank pushes: far, then own ones
@@ -138,14 +141,15 @@ class Operation:
         self.behind = protocol.behind[turn % len(protocol.behind)]
         self.neighbours = [(self.node, local) for local in protocol.locals]  # ranks of the own node, me too
         self.others = [node for node in protocol.nodes if node != self.node]
-        self.staged_epoch = protocol.last(rank, epoch, (DISPATCH, CACHED))
-        self.pushed_epoch = protocol.last(rank, epoch, COMBINES)
+        self.staged_epoch = protocol.last(rank, epoch, (*NEW, CACHED))
+        self.pushed_epoch = protocol.last(rank, epoch, (*COMBINES, PUSHED))
         self.sum = epoch + EPOCHS  # content of sums: late rows of the same epoch may come to the same place
         self.arrivals: list[Place] = []
         self.compared: set[tuple[str, bool]] = set()  # agents that have compared the Calls, and whether they drained
         self.begin()
-        twice = protocol.programs[rank][epoch - 1] in (COUNTED, HOOKED)
-        self.early = protocol.early[turn % len(protocol.early)] and not twice
+        operation = protocol.programs[rank][epoch - 1]
+        twice, self.sends_first = operation in (COUNTED, HOOKED, PUSHED), operation in (HOOKED, PUSHED)
+        self.early = protocol.early[turn % len(protocol.early)] and operation != COUNTED
         if self.kind in COMBINES:
             self.combine(twice)
         else:
@@ -213,7 +217,8 @@ class Operation:
         for rank in self.protocol.ranks:
             agent.check(("begun", rank), self.epoch)
         frees_both = not self.agrees and self.keeps(FREE_AFTER_DIFFERENCE)
-        for flag, is_mine in (("consumed", self.kind not in COMBINES), ("slots_free", self.kind in COMBINES)):
+        frees_slots = self.kind in COMBINES or (self.kind == PUSHED and self.keeps(FREE_AFTER_ROWS))
+        for flag, is_mine in (("consumed", self.kind not in COMBINES), ("slots_free", frees_slots)):
             if is_mine or frees_both:
                 self.raise_at_neighbours(agent, flag, self.local)
         agent.raise_flag(("complete", self.me), self.epoch)
@@ -223,10 +228,14 @@ class Operation:
         for local in self.protocol.locals:
             agent.wait(("consumed", self.me, local), self.staged_epoch)
 
+    def wait_for_slots(self, agent: Agent) -> None:
+        for local in self.protocol.locals if self.keeps(SLOTS_FREE) else ():
+            agent.wait(("slots_free", self.me, local), self.pushed_epoch)
+
     def call_cells(self, at: Rank, source: Rank) -> list[Place]:
         """Return where the Call of a source lies, and the counts if its plan is new."""
         parities = {"call": self.epoch % 2 * self.keeps(TWO_CALLS), "counts": self.epoch % 2 * self.keeps(TWO_COUNTS)}
-        names = ["call", "counts"] if self.protocol.kind(source, self.epoch) == DISPATCH else ["call"]
+        names = ["call", "counts"] if self.protocol.kind(source, self.epoch) in NEW else ["call"]
         return [(name, at, parities[name], source) for name in names]
 
     def read_call(self, agent: Agent, node: int) -> None:
@@ -298,7 +307,10 @@ class Operation:
         return agrees and (self.is_new or self.usable or self.all_cross)
 
     def launch(self, twice: bool, blocks: dict[str, tuple[list[Task], list[Task]]], senders, relays) -> None:
-        """Run what blocks do first and what they do later, and the rail, in one launch or in two."""
+        """Run what blocks do first and what they do later, and the rail, in one launch or in two.
+
+        With a hook the first of two launches sends, and relays all but the last task of each relay.
+        """
         calls = [self.hand_over_inbox, self.send_call]
         if self.kind in COMBINES:
             calls.reverse()
@@ -307,6 +319,11 @@ class Operation:
         if twice:
             for name, (tasks, _) in blocks.items():
                 self.run(name, *tasks)
+            if self.sends_first:
+                first_senders, senders = [*first_senders, *senders], []
+                if self.kind in COMBINES:
+                    first_relays = {node: first_relays[node] + relays[node][:-1] for node in self.others}
+                    relays = {node: relays[node][-1:] for node in self.others}
             self.run_rail(first_senders, first_relays)
             agent = self.when_all_have_ended("launch")
             agent.raise_flag(("launched", self.me), self.epoch)
@@ -363,8 +380,13 @@ class Operation:
 
     def stage(self, agent: Agent) -> None:
         self.wait_for_consumed(agent)
+        if self.pushes_rows:
+            self.wait_for_slots(agent)
         for chunk in self.chunks:
             agent.write(("staging", self.me, self.node, chunk), self.epoch)
+            for owner in self.neighbours if self.pushes_rows else ():
+                if owner in self.routing[self.me, chunk]:
+                    agent.write(*self.slot(owner, self.node, self.local, chunk), may_be_late=not self.agrees)
             self.raise_at_neighbours(agent, "staged", self.me, chunk)
 
     def pull(self, agent: Agent, source: Rank, *, looks: bool = False) -> None:
@@ -386,7 +408,10 @@ class Operation:
         for chunk in [self.chunks[-1]] if looks else mine:
             self.wait(agent, "staged", source, chunk)
             for part in mine if looks else [chunk]:
-                agent.read(("staging", holder, node, part), self.epoch)
+                if self.pushes_rows and node == self.node:
+                    agent.read(*self.slot(self.me, node, source[1], part))
+                else:
+                    agent.read(("staging", holder, node, part), self.epoch)
 
     def may_send(self, agent: Agent) -> bool:
         """Return whether rows cross: also those of a new plan that turns out to be unusable."""
@@ -455,7 +480,7 @@ class Operation:
     def combine(self, twice: bool) -> None:
         """Push and sum as progress_flags.h demands: sums of a far chunk come just before pushes that need its slots.
 
-        The first of two launches pushes and makes the sums before the own pushes.
+        The first of two launches makes all but the sums of own tokens.
         """
         window, few = self.protocol.window, self.protocol.few
 
@@ -471,9 +496,11 @@ class Operation:
             parts = [chunks] if self.keeps(SUMS_IN_ORDER) else [[chunk] for chunk in chunks]
             return [partial(self.reduce_for_others, chunks=part) for part in parts]
 
-        early, late = self.chunks[:-window], self.chunks[-window:]
         own: list[Task] = [partial(self.reduce_own, chunk=chunk) for chunk in self.chunks]
-        for_others = sums(late if few or twice else self.chunks)
+        for_others = sums(self.chunks[-window:] if few else self.chunks)
+        pushes: list[Task] = [push]
+        if twice:
+            pushes, for_others = [*pushes, *for_others], []
         reduces = [*for_others, *own] if self.keeps(OTHERS_FIRST) else [*own, *for_others]
         senders: list[Task] = []
         relays: dict[int, list[Task]] = {node: [] for node in self.others}
@@ -484,7 +511,6 @@ class Operation:
             senders.append(partial(self.send_sums, node=node, chunk=chunk))
         for node, tasks in relays.items():
             tasks.append(partial(self.relay_sums, node=node))
-        pushes = [push, *(sums(early) if twice and early and not few else [])]
         self.launch(twice, {"block": (pushes, reduces)}, senders, relays)
 
     def receivers(self, source: Rank, chunk: int) -> list[Rank]:
@@ -510,8 +536,7 @@ class Operation:
 
     def begin_combine(self, agent: Agent) -> None:
         """Announce, then push all weights. Or give combine weights, announce, agree and wait for those of others."""
-        for local in self.protocol.locals if self.keeps(SLOTS_FREE) else ():
-            agent.wait(("slots_free", self.me, local), self.pushed_epoch)
+        self.wait_for_slots(agent)
         for chunk in self.chunks if self.has_combine_weights else ():
             for cell in self.combine_weights(self.me, self.node, chunk):
                 agent.write(cell, self.epoch)

@@ -23,7 +23,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, decode, float8, reference
 from ep_dispatcher.engines.base import Combined
-from ep_dispatcher.tools.testing import device_of, same_bits
+from ep_dispatcher.tools.testing import RankPool, device_of, same_bits
 
 LIMIT_S = 1.0
 
@@ -447,19 +447,23 @@ def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool) -> list[Ten
     return results
 
 
+def check_graphs(pool: RankPool, num_ranks: int, ranks_per_node: int, hooked: bool) -> None:
+    case = Case(num_ranks, ranks_per_node, torch.bfloat16, layout="decode", weighted=False, num_topk=3)
+    steps, options = [make_inputs(case, seed) for seed in range(5)], dict(num_experts=case.num_experts, layout="decode")
+    for rank, results in enumerate(pool.run(replay, case, steps, hooked)):
+        for inputs, seen in zip(steps, results, strict=True):
+            received = reference.dispatch(inputs.x, inputs.topk_idx, None, max_tokens_per_rank=32, **options)
+            factors = [weights_of(case, inputs, source) for source in range(num_ranks)]
+            y = [out.x for out in received]
+            combined = reference.combine(y, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
+            assert_same(seen, combined[rank][0], f"rank {rank}")
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("engine", [on("cuda")])
 def test_graphs(pools, engine, ranks_per_node, hooked):
-    case = Case(2, ranks_per_node, torch.bfloat16, layout="decode", weighted=False, num_topk=3)
-    steps, options = [make_inputs(case, seed) for seed in range(5)], dict(num_experts=case.num_experts, layout="decode")
-    for rank, results in enumerate(pools(2).run(replay, case, steps, hooked)):
-        for inputs, seen in zip(steps, results, strict=True):
-            received = reference.dispatch(inputs.x, inputs.topk_idx, None, max_tokens_per_rank=32, **options)
-            factors = [weights_of(case, inputs, source) for source in range(2)]
-            y = [out.x for out in received]
-            combined = reference.combine(y, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
-            assert_same(seen, combined[rank][0], f"rank {rank}")
+    check_graphs(pools(2), 2, ranks_per_node, hooked)
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])

@@ -18,10 +18,10 @@ import node_protocol as protocol
 import pytest
 from conftest import exhaustive
 from node_model import check_order
-from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, HOOKED, Protocol, Routing
+from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, HOOKED, PUSHED, Protocol, Routing
 
 BOTH = ("few", "many")
-OPERATIONS = (DISPATCH, COUNTED, CACHED, COMBINE, HOOKED)
+OPERATIONS = (DISPATCH, COUNTED, CACHED, PUSHED, COMBINE, HOOKED)
 RULES = [value for name, value in vars(protocol).items() if name.isupper() and isinstance(value, str) and " " in value]
 RULES = [rule for rule in RULES if rule not in (*OPERATIONS, FACTORED)]
 LATE, MIXED = (False,), (False, True, True, False, True)  # early rows: on no rank, or on some in some operations
@@ -204,6 +204,7 @@ NEEDED = {  # what goes wrong in some order when a rule is missing
     protocol.EMPTY_SUMS: DEADLOCK,
     protocol.DRAIN: faults(late="slots, weights"),
     protocol.FREE_AFTER_DIFFERENCE: DEADLOCK,
+    protocol.FREE_AFTER_ROWS: DEADLOCK,
     protocol.SUMS_IN_ORDER: faults(stale="slots"),
     protocol.OTHERS_FIRST: DEADLOCK,
     protocol.OWN_WARPS: DEADLOCK,
@@ -234,7 +235,7 @@ def models_without(*rules: str) -> list[Protocol]:
     programs: list[tuple[list, tuple[int, ...]]] = [  # each with the operations that have an unusable plan
         ([DISPATCH, COMBINE, DISPATCH, COMBINE], ()),
         ([DISPATCH, DISPATCH, DISPATCH], ()),
-        ([COMBINE, HOOKED, COMBINE], ()),
+        ([COMBINE, COMBINE, HOOKED, PUSHED, COMBINE], ()),
         ([CACHED, COUNTED, CACHED, COMBINE], ()),
         (mixed(DISPATCH, (DISPATCH, COMBINE), COMBINE, by_node), ()),
         (mixed(DISPATCH, (CACHED, COMBINE), COMBINE, by_local), ()),

@@ -124,7 +124,7 @@ class Kernel(NamedTuple):
     windows: Windows
     pushing: int
     reducing: int = 0
-    two_launches: frozenset[int] = frozenset()  # ranks with a hook: pushes with early sums, then late sums
+    two_launches: frozenset[int] = frozenset()  # ranks with a hook: pushes and sums for others, then own tokens
     raises_early: bool = True  # a block raises the flags of its pushes before it waits for slots
     frees: bool = True  # owners say what they have read
 
@@ -164,8 +164,7 @@ class Block:
         name = f"rank {rank}, launch {launch}, block {block}"
         self.preparing, self.summing = Agent(events, f"{name} prepares"), Agent(events, f"{name} sums")
         self.works = self.finished = 0  # works queued; progress flags finished
-        first = 0 if self.pushes else self.progress_flags.num_early_sums
-        self.sums = [(n, token) for n, token in self.sums_for_others() if n >= first]
+        self.sums = self.sums_for_others() if self.pushes else []
         self.does_push = self.pushes and block in kernel.pushing_blocks(rank)
         self.does_sum = block in kernel.summing_blocks(rank)
         self.agreed = not self.pushes
@@ -190,7 +189,7 @@ class Block:
         if name == "pushed":
             raises = self.does_push
         else:  # the last sum of a chunk frees its slots
-            raises = self.does_sum and self.kernel.frees and (self.pushes or n >= m.num_early_sums)
+            raises = self.does_sum and self.kernel.frees and self.pushes
             name, raises, n = "freed", raises and (n + 1) % m.others == 0, n // m.others
         for peer in range(self.windows.ranks) if raises else ():
             self.summing.raise_flag((name, (0, peer), self.rank, n, self.block), 1)
@@ -320,12 +319,12 @@ class Block:
             self.agree(drains=True)
         if self.does_push:
             self.push()
-        if self.pushes and self.reduces:
+        if self.pushes:
             self.agree(drains=True)
-        if self.reduces and not self.windows.differs:
-            if self.does_sum:
+        if not self.windows.differs:
+            if self.pushes and self.does_sum:
                 self.make_sums(m.far * m.others)
-            if self.block == 0:  # own tokens
+            if self.reduces and self.block == 0:  # own tokens
                 for pusher in range(self.windows.ranks):
                     self.wait_for_pushed(pusher, m.far)
                     self.queue(0, [("read", ("own", (0, self.rank), pusher), 1)])

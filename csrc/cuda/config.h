@@ -6,11 +6,14 @@
 #include "common/cursor.h"
 #include "common/types.h"
 
-// The kernels are compiled three times: for several nodes, for one node (dispatch_one_node.cu, combine_one_node.cu),
-// and with extras for any number of nodes (dispatch_extras.cu, combine_extras.cu). Code for one node is shorter, so it
-// starts sooner. The `extras` build adds masking and wait timing. Few launches use these, and they cost registers.
+// The kernels are compiled for several nodes, for one node (dispatch_one_node.cu, combine_one_node.cu), for dispatches
+// that make a direct plan (dispatch_direct.cu), and with extras for all of these (dispatch_extras.cu,
+// combine_extras.cu). Shorter code starts sooner. The `extras` build adds masking and wait timing. Few launches use
+// these, and they cost registers.
 #if defined(EP_WITH_EXTRAS)
 #define EP_KERNELS extras
+#elif defined(EP_DIRECT)
+#define EP_KERNELS direct
 #elif defined(EP_ONE_NODE)
 #define EP_KERNELS one_node
 #else
@@ -19,15 +22,18 @@
 
 namespace ep::cuda {
 
-enum class Kernels { kSeveralNodes, kOneNode, kExtras };
+enum class Kernels { kSeveralNodes, kOneNode, kDirect, kExtras };
 #if defined(EP_WITH_EXTRAS)
 constexpr Kernels kKernels = Kernels::kExtras;
+#elif defined(EP_DIRECT)
+constexpr Kernels kKernels = Kernels::kDirect;
 #elif defined(EP_ONE_NODE)
 constexpr Kernels kKernels = Kernels::kOneNode;
 #else
 constexpr Kernels kKernels = Kernels::kSeveralNodes;
 #endif
-constexpr bool kExtras = kKernels == Kernels::kExtras, kOneNode = kKernels == Kernels::kOneNode;
+constexpr bool kExtras = kKernels == Kernels::kExtras, kDirect = kKernels == Kernels::kDirect;
+constexpr bool kOneNode = kKernels == Kernels::kOneNode || kDirect;
 
 constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
 constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has warps for all relays and for senders

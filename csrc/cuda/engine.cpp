@@ -66,7 +66,11 @@ bool Engine::has_captured_messages() const { return messages_ && messages_->has_
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
   const bool extras = args.wait_ns || context_.config.masks;
   if (messages_) messages_->follow(stream);
-  with_kernels(extras, [&](auto kernels) { launch_dispatch<kernels.value>(args, plan, stages, pulls, stream); });
+  const bool makes_plan = args.topk_idx && (stages || args.ticket != 0);
+  if (makes_plan && context_.config.plans_directly && !extras)
+    launch_dispatch<Kernels::kDirect>(args, plan, stages, pulls, stream);
+  else
+    with_kernels(extras, [&](auto kernels) { launch_dispatch<kernels.value>(args, plan, stages, pulls, stream); });
   if (messages_) messages_->dispatch(args, stages, pulls, stream);
 }
 

@@ -175,6 +175,8 @@ void Engine::launch_dispatch<Kernels::kSeveralNodes>(const DispatchArgs&, int32_
 template <>
 void Engine::launch_dispatch<Kernels::kOneNode>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
 template <>
+void Engine::launch_dispatch<Kernels::kDirect>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
+template <>
 void Engine::launch_dispatch<Kernels::kExtras>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
 template <>
 void Engine::launch_combine<Kernels::kSeveralNodes>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;

@@ -31,6 +31,7 @@ struct State {
   uint64_t epoch;                     // last complete operation
   uint64_t staged_epoch;              // last operation with `consumed` raised at its end
   uint64_t pushed_epoch;              // last operation with `slots_free` raised at its end
+  uint64_t agreed;                    // last operation in which block 0 has found that all ranks agree
   uint64_t bytes_read[kMaxRanks];     // a row and the whole metadata per received item, by rank of the inbox
   uint64_t bytes_written[kMaxRanks];  // a sum and all weights per received item, by rank of the inbox
   uint64_t bytes_sent[kMaxNodes];     // rows, metadata, sums and weights sent, by node of the rail peer
@@ -40,7 +41,8 @@ struct State {
 #endif
   uint32_t aborted;  // 1: this rank has aborted; kernels end early and do nothing
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
-  uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
+  uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations, as the next
+  uint32_t next_item;   // combine: items taken by turns (Pusher::take)
   // With Config::masks, by rank. 1: masked, so nobody waits for the rank. Set by kernels and by the host.
   int32_t masked[kMaxRanks];
   uint64_t decided;  // last operation whose `absent` is final

@@ -71,8 +71,8 @@ __device__ void agree_first(const Op& op, const CombineParams& params, const Com
 }
 
 // [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree.
-// If the block makes sums for other nodes too, it makes the early ones between its pushes. The first of two launches
-// ends with the pushes, and the second one makes the sums that are left. Called in the preparing warp. Whatever the
+// If the block makes sums for other nodes too, it makes the early ones between its pushes. The second of two launches
+// makes only the sums of own tokens. Called in the preparing warp. Whatever the
 // verdict, stop the other warps of the pipeline at the end. Return kAborted after an abort of this rank, else the
 // verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
@@ -94,7 +94,6 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
     else if (has_pushed && params.reduces)
       verdict = agree(op);
     stamp(op, Step::kAgreed);
-    if (has_pushed && !params.reduces) break;
     if (verdict == Verdict::kAgree && !reducer.run(preparer, until)) verdict = Verdict::kAborted;
     stamp(op, Step::kReduced);
     pusher.skip_sums(reducer.next_chunk());
@@ -108,7 +107,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
 // [thread] Count this warp in for a progress flag, after its last store for this chunk and __syncwarp. The last warp of
 // all blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. After the last node's
 // sums of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip progress flags counted
-// by other blocks or by another launch. `pushed` covers the weights of the block too: a barrier of the block has
+// by other blocks or by the first launch. `pushed` covers the weights of the block too: a barrier of the block has
 // followed push_weights.
 __device__ void finish_progress_flag(const Op& op, const CombineParams& params, const CombineMemory& memory,
                                      const Part& pushers, const Part& for_others, int progress_flag) {
@@ -124,7 +123,7 @@ __device__ void finish_progress_flag(const Op& op, const CombineParams& params, 
     if (!arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk)) return;
     raise_on_node(context, context.own.pushed + context.local * context.max_pushed_chunks + chunk, op.epoch);
     stamp(op, Step::kRaised);
-  } else if (for_others.has_block() && (params.pushes || ~chunk >= progress_flags.num_early_sums())) {
+  } else if (params.pushes && for_others.has_block()) {
     const int n = ~chunk, far = n / progress_flags.others;
     const int flag = context.other_node_idx(node_of_sum(context, n)) * progress_flags.far + far;
     if (!arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(flag)) return;
@@ -155,8 +154,12 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(1024) char shared[];
   constexpr int kNumTeams = Pipeline::kSummingWarps / Summing::kWarps;
-  const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
-              static_cast<int>(gridDim.x) - params.rail_blocks};
+  const Op op{context,
+              Operation::kCombine,
+              context.state->epoch + 1,
+              static_cast<int>(blockIdx.x),
+              static_cast<int>(gridDim.x) - params.rail_blocks,
+              !params.pushes};
   stamp(op, Step::kCombine);
   // These loads overlap: combine weights, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire,
   // so loads after it would wait for it.
@@ -166,7 +169,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const bool aborted = has_aborted(context);
   const PlanSizes sizes = *params.plan.head;
   const int num_own = params.adds_own_rows ? params.plan.head->items_of(op.rank()) : 0;
-  const bool sees_free = !params.pushes || poll_once(op, context.own.slots_free, context.state->pushed_epoch);
+  const bool sees_free =
+      !params.pushes || poll_once(op, context.own.slots_free, context.state->pushed_epoch, threadIdx.x);
   const Part pushers{op.block, num_push_blocks(op, params, sizes, num_own)};
   if (sends_combine_weights && tags && !aborted) combine_weights.send(op);
   // Leave after an abort: all threads of the block, or none.
@@ -288,7 +292,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   };
   const size_t room = kUsableShared - carve();
   const uint32_t row = context_.row_bytes;
-  for (uint32_t pieces = 1;; ++pieces) {
+  for (uint32_t pieces = config.plans_directly && row > 8192 ? 2 : 1;; ++pieces) {
     smem_stage_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
     if (room / smem_stage_bytes >= max_addends + size_t{4}) break;
   }

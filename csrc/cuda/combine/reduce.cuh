@@ -86,8 +86,8 @@ struct Reducer {
 
   __device__ ProgressFlags progress_flags() const { return progress_flags_of(context); }
 
-  // [thread] Return the first sum progress flag left for this launch: the second of two launches makes the late sums.
-  __device__ int first_sum() const { return params.pushes ? 0 : progress_flags().num_early_sums(); }
+  // [thread] Return the first sum progress flag left for this launch: the first of two launches makes all these sums.
+  __device__ int first_sum() const { return params.pushes ? 0 : progress_flags().num_sums(); }
 
   // [thread] Return the offset of this block's first token in the chunk of sum progress flag `n`. The blocks take turns
   // to begin: a chunk may have fewer batches than there are blocks.

@@ -101,6 +101,9 @@ __device__ __forceinline__ void fence_shared_before_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// [thread] Bring a line of memory to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Ordered accesses, visible to peers.
 
 // [thread] Load; later accesses of this thread come after it. It pairs with fence_system and store_relaxed.

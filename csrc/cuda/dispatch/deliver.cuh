@@ -84,15 +84,17 @@ __device__ inline void keep_chunks(const Context& context, const Plan& plan, int
 }
 
 // [team] Deliver the metadata of this block's share of the items, 32 items per warp at a time (with a direct plan down
-// to 4, so that more warps share them). Also write the items to a new plan. Called by the stage warps of each block,
-// after `listed` of all ranks. Wait for staged metadata, if there are metadata. Return false after an abort of this
-// rank: a warp may then leave alone, so no barrier of the stage warps may follow. `shared`: of the block.
-__device__ inline bool deliver_metadata(const Op& op, const DispatchParams& params, char* shared) {
+// to 4, so that more warps share them). Also write the items to a new plan; a launch that does not pull only does this.
+// Called by the same team in each block, after `listed` of all ranks. Wait for staged metadata, if there are metadata.
+// Return false after an abort of this rank: a warp may then leave alone, so no barrier of the team may follow.
+// `shared`: of the block.
+template <class Team>
+__device__ bool deliver_metadata(const Op& op, const DispatchParams& params, char* shared) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
   const PlanHead& head = *plan_of_block(op, params, shared).head;
   const bool expert_layout = head.has_expert_layout();
-  const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * StageWarps::kWarps;
+  const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * Team::kWarps;
   int together = params.is_direct() ? 4 : 32;  // items of a warp
   while (together < 32 && together * num_warps < num_items) together *= 2;
   const int num_scales = args.scale_bytes / 4;
@@ -100,9 +102,9 @@ __device__ inline bool deliver_metadata(const Op& op, const DispatchParams& para
     return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
   };
   StagedFlags staged;
-  if (params.metadata_bytes > 0) staged.look(op);
+  if (params.metadata_bytes > 0 && params.pulls) staged.look(op);
 #pragma unroll 1
-  for (int first = together * (op.block + op.num_blocks * StageWarps::warp()); first < num_items;
+  for (int first = together * (op.block + op.num_blocks * Team::warp()); first < num_items;
        first += together * num_warps) {
     const int index = first + lane, num_together = min(together, num_items - first);
     const float* token_metadata = nullptr;
@@ -122,6 +124,7 @@ __device__ inline bool deliver_metadata(const Op& op, const DispatchParams& para
       }
       token = item.token();
     }
+    if (!params.pulls) continue;
     // Between nodes, keep where the chunks of pushes begin, if there are several.
     if (context.num_far_chunks() > 1 && params.new_plan) {
       int before = __shfl_up_sync(~0u, token, 1);
@@ -137,8 +140,7 @@ __device__ inline bool deliver_metadata(const Op& op, const DispatchParams& para
     // Wait for the metadata, and deliver the weights.
     if (params.metadata_bytes > 0 && !wait_for_metadata(op, staged, token, source)) return false;
     if (lane < num_together) {
-      token_metadata = reinterpret_cast<const float*>(context.inbox_holding(source, &Inbox::metadata) +
-                                                      static_cast<size_t>(token) * params.metadata_bytes);
+      token_metadata = reinterpret_cast<const float*>(metadata_of(context, params, source, token));
       deliver_weights(op, params, item_at(index), index, expert_layout, token_metadata + params.weights_at);
     }
     // Deliver the scales, item by item.

@@ -55,13 +55,18 @@ __device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* sh
     if (params.pulls) Puller::make_places(op, params, shared);
     verdict = make_direct_plan(op, params, shared, is_free);
     stamp(op, Step::kPlanned);
+    if (params.has_hook() && verdict == Verdict::kAgree && params.direct_plan.in(shared).head->usable) {
+      keep_direct_table<PullWarps>(op, params, params.direct_plan.in(shared));
+      deliver_metadata<PullWarps>(op, params, shared);
+      stamp(op, Step::kKept);
+    }
   } else if (plans) {
-    if (!wait_for_free_staging<PullWarps>(op, is_free)) return Verdict::kAborted;
+    if (!wait_for_free_staging<PullWarps>(op, params, is_free)) return Verdict::kAborted;
     verdict = make_plan(op, params, shared);
     stamp(op, Step::kPlanned);
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
-    if (!wait_for_free_staging<PullWarps>(op, is_free)) return Verdict::kAborted;
+    if (!wait_for_free_staging<PullWarps>(op, params, is_free)) return Verdict::kAborted;
     if (PullWarps::warp() == 0) announce(op, call_of(params), false);
     stamp(op, Step::kSent);
   }
@@ -79,7 +84,7 @@ __device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* sh
 __device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
   if (params.stages) {
-    if (!wait_for_free_staging<StageWarps>(op, is_free)) {
+    if (!wait_for_free_staging<StageWarps>(op, params, is_free)) {
       // The pull warps arrive at the barrier of a direct plan also after an abort.
       if (params.is_direct() && params.pulls) wait_for_direct_plan(params, shared);
       return Verdict::kAborted;
@@ -102,11 +107,11 @@ __device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* s
   }
   // Deliver, and clear.
   if (params.is_direct())
-    keep_direct_table(op, params, params.direct_plan.in(shared));
+    keep_direct_table<StageWarps>(op, params, params.direct_plan.in(shared));
   else if (params.new_plan)
     keep_tables(op, params);
   stamp(op, Step::kKept);
-  if (!deliver_metadata(op, params, shared)) return Verdict::kAborted;
+  if (!deliver_metadata<StageWarps>(op, params, shared)) return Verdict::kAborted;
   stamp(op, Step::kDelivered);
   clear_padding(op, params, shared);
   stamp(op, Step::kCleared);
@@ -131,9 +136,17 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
-  const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
-              static_cast<int>(gridDim.x) - params.rail_blocks};
+  const Op op{context,
+              Operation::kDispatch,
+              context.state->epoch + 1,
+              static_cast<int>(blockIdx.x),
+              static_cast<int>(gridDim.x) - params.rail_blocks,
+              !params.stages};
   stamp(op, Step::kDispatch);
+  // Bring the caller's rows to the L2 cache.
+  for (uint32_t at = (blockIdx.x * kBlockThreads + threadIdx.x) * 128; at < params.prefetched_bytes;
+       at += gridDim.x * kBlockThreads * 128)
+    ptx::prefetch(params.args.rows + at);
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
@@ -141,8 +154,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // overlap. Then do the work of this warp. All threads of the block begin, or none.
   const bool aborted = has_aborted(context);
   if (params.is_direct() && params.stages && op.block == 0) send_choices(op, params, aborted);
-  const bool is_free =
-      __syncthreads_and(!params.stages || poll_once(op, context.own.consumed, context.state->staged_epoch));
+  const bool sees_free = PullWarps::has_thread() || !params.pushes
+                             ? poll_once(op, context.own.consumed, context.state->staged_epoch, threadIdx.x)
+                             : poll_once(op, context.own.slots_free, context.state->pushed_epoch, StageWarps::thread());
+  const bool is_free = __syncthreads_and(!params.stages || sees_free);
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(aborted))
     verdict = op.is_rail()              ? run_rail(op, params, shared, is_free)
@@ -159,7 +174,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   stamp(op, Step::kLast);
   if (was_masked_by_a_peer<Block>(op)) return;
   if (!differs) count_bytes(op, params);
-  complete<Block>(op, &Region::consumed, &State::staged_epoch, differs);
+  complete<Block>(op, &Region::consumed, &State::staged_epoch, differs, params.pushes);
   stamp(op, Step::kComplete);
 }
 
@@ -176,8 +191,18 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.stages = stages;
   params.pulls = pulls;
   params.new_plan = args.topk_idx != nullptr;
+  if (config.plans_directly && params.has_hook() && !stages) params.new_plan = false;  // the first launch has made it
   params.direct = params.new_plan && config.plans_directly;
-  params.stages_rows = config.ranks_per_node > 1 || !is_direct() || !params.reads_own_rows();
+  params.pushes = args.layout == Layout::kDecode && config.ranks_per_node <= DispatchParams::kInbox;
+  if (stages && config.plans_directly)
+    params.prefetched_bytes = args.num_tokens * (args.quantizes ? context_.row_bytes : args.row_bytes);
+  params.inverse = 0xffffffffu / config.num_local_experts() + 1;
+  // Senders are the only readers of staged rows in decode layout. They read the caller's rows where they can.
+  params.stages_rows = params.pushes ? config.num_nodes > 1 && (!is_direct() || args.quantizes)
+                                     : config.ranks_per_node > 1 || !is_direct() || !params.reads_own_rows();
+  params.row_targets = ~0u;
+  if (params.pushes && params.reads_own_rows()) params.row_targets &= ~(1u << context_.local);
+  if (!params.stages_rows) params.row_targets &= ~(1u << DispatchParams::kInbox);
   params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   params.metadata_bytes = metadata_bytes(config, args);
   params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;
@@ -228,8 +253,8 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
     const uint32_t max_places = params.bulk_scales && !args.quantizes ? kPairPlaces : Pieces::kMaxPlaces;
     params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / PullWarps::kWarps, kMaxPiece, max_places);
     shared = std::max(shared, params.rings_at + memory());
-    if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   }
+  if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   params.counters_at = static_cast<uint32_t>(shared);
   const Context context{context_of(args.wait_ns, !stages)};
   launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);

@@ -89,18 +89,26 @@ __device__ inline void init_places(uint64_t* full) {
 
 // Written by Engine::dispatch, read by all threads.
 struct DispatchParams {
+  static constexpr int kInbox = 31;  // the inbox among the targets of a row; those before it are ranks of the node
+
   DispatchArgs args;
   Plan plan;
   // Tasks of this launch. With `stages`: plan or announce, exchange the Calls, stage. With `pulls`: compare the Calls,
   // move lists and rows between nodes, pull, deliver, complete the operation. If the host needs the counts to make the
   // outputs, it launches twice for one epoch: stages, then pulls.
   bool stages, pulls;
+  // In decode layout rows for ranks of this node are pushed to their slots, not staged (row_slot), if a node has at
+  // most kInbox ranks.
+  bool pushes;
+  uint32_t inverse;             // of num_local_experts, as in Scan
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
-  bool direct;                  // read by is_direct()
+  bool direct;                  // read by is_direct() in kernels with extras
   DirectPlan direct_plan;       // laid out without a base: `in` gives that of a block
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with pull warps at work on the plan, and such warps per block
+  uint32_t prefetched_bytes;    // of the caller's rows, with few tokens
   bool stages_rows;             // there are readers of this rank's staged rows
+  uint32_t row_targets;         // a bit per local rank, and one for the inbox: rows go there (Targets)
   int parts_of_row;             // a row is staged in so many parts
   int first_staging_block;      // earlier blocks stage nothing
   uint32_t row_stride;          // [bytes] from one staged row to the next
@@ -112,15 +120,16 @@ struct DispatchParams {
   uint32_t rings_at;            // [bytes] from the start of shared memory to the pull warps' memory for pulls
   uint32_t counters_at;         // [bytes] from the start of shared memory to the stage warps' counters
 
-  // [host] [thread] Return whether the new plan is a direct plan (direct.cuh): each launch makes it anew. Kernels for
-  // several nodes only have no code for it.
-  __host__ __device__ bool is_direct() const { return (kOneNode || kExtras) && direct; }
+  // [host] [thread] Return whether the new plan is a direct plan (direct.cuh): each launch makes it anew.
+  __host__ __device__ bool is_direct() const { return kDirect || (kExtras && direct); }
   // [host] [thread] Return whether this launch makes a plan that is no direct one.
   __host__ __device__ bool plans() const { return stages && new_plan && !is_direct(); }
   // [host] [thread] Return whether the host waits for the counts, between two launches.
   __host__ __device__ bool counts() const { return args.ticket != 0; }
+  // [host] [thread] Return whether this is one of the two launches of a dispatch with a hook.
+  __host__ __device__ bool has_hook() const { return stages != pulls && !counts(); }
   // [host] [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are
-  // staged like others: between the two launches the caller may overwrite them.
+  // pushed like others: between the two launches the caller may overwrite them.
   __host__ __device__ bool reads_own_rows() const { return !args.quantizes && ((stages && pulls) || counts()); }
 
   // [thread] Give the caller the counts of one expert: its tokens, and its rows with padding.
@@ -154,5 +163,19 @@ struct DispatchParams {
     reinterpret_cast<uint32_t*>(args.out_scales)[at] = scale_word(word, scales);
   }
 };
+
+// [thread] Return the place of a pushed row in the slots of local rank `owner`: of a token of `source`, a rank of this
+// node. Its metadata follow it.
+__device__ inline char* row_slot(const Context& context, int owner, int source, int token) {
+  const size_t slot = static_cast<size_t>(context.local_of(source)) * context.config.max_tokens + token;
+  return context.peers.at(context.own.slots, owner) + slot * context.slot_stride;
+}
+
+// [thread] Return the metadata of a received token.
+__device__ inline const char* metadata_of(const Context& context, const DispatchParams& params, int source, int token) {
+  if (params.pushes && context.node_of(source) == context.node)
+    return row_slot(context, context.local, source, token) + params.args.row_bytes;
+  return context.inbox_holding(source, &Inbox::metadata) + static_cast<size_t>(token) * params.metadata_bytes;
+}
 
 }  // namespace ep::cuda::EP_KERNELS

@@ -150,11 +150,16 @@ struct Puller {
       const int token = params.is_direct() ? origin.token : item_at(n).token();
       const bool at_home = origin.source == op.rank() && params.reads_own_rows();
       origin.chunk = at_home ? -1 : token >> op.context.config.log_token_chunk;
-      const char *rows = at_home ? args.rows : op.context.inbox_holding(origin.source, &Inbox::staging),
-                 *scales = at_home ? reinterpret_cast<const char*>(args.scales)
-                                   : op.context.inbox_holding(origin.source, &Inbox::metadata);
-      origin.row = rows + static_cast<size_t>(token) * (at_home ? args.row_bytes : params.row_stride);
-      origin.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.metadata_bytes);
+      if (at_home) {
+        origin.row = args.rows + static_cast<size_t>(token) * args.row_bytes;
+        origin.scales = reinterpret_cast<const char*>(args.scales) + static_cast<size_t>(token) * args.scale_bytes;
+      } else {
+        origin.row = params.pushes && op.context.node_of(origin.source) == op.context.node
+                         ? row_slot(op.context, op.context.local, origin.source, token)
+                         : op.context.inbox_holding(origin.source, &Inbox::staging) +
+                               static_cast<size_t>(token) * params.row_stride;
+        origin.scales = metadata_of(op.context, params, origin.source, token);
+      }
     }
     __syncwarp();
   }
@@ -235,10 +240,10 @@ struct Puller {
   // and all rows of this pull warp are written, or after an abort some.
   __device__ bool run() {
     bool ok = true;
-    // Prefetch two batches of items. Meanwhile look for staged rows.
+    // Prefetch two batches of items. Meanwhile look for staged rows; with a direct plan the items are here at once.
     fetch_items();
     fetch_items();
-    staged.look(op);
+    if (!params.is_direct()) staged.look(op);
     stamp(op, Step::kFetched);
     while (store.item < num) {
       ok = fill_ring();

@@ -70,6 +70,12 @@ struct RowPart {
   static constexpr int kTogether = 4, kScaleBlocks = 2 * kTogether;
   static constexpr int kBlockVectors = kScaleBlock / BFloat16::kElements;
 
+  // A part in float8: vectors, and the scale kept by the lane: the bits of a float, or an e8m0 scale.
+  struct Quantized {
+    uint2 vectors[kTogether];
+    uint32_t scale;
+  };
+
   uint4 vectors[kTogether];
 
   // [host] [thread] Return the number of parts of a row.
@@ -85,34 +91,29 @@ struct RowPart {
     for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min((first + 2 * i) * kBlockVectors + lane, last));
   }
 
-  // [warp] Quantise the loaded part: store its float8 elements to `row`, and its scales to `scales`, both of the whole
-  // row. With kMx in blocks of 32 elements with an e8m0 scale, and scales of blocks behind the end are 0. Otherwise in
-  // blocks of 128, and with `powers_of_two` round each scale up to the next one.
+  // [warp] Quantise the loaded part. With kMx in blocks of 32 elements with an e8m0 scale. Otherwise in blocks of 128,
+  // and with `powers_of_two` round each scale up to the next one.
   template <bool kMx>
-  __device__ void quantize(char* row, float* scales, int number, int num_vectors, bool powers_of_two) const {
+  __device__ Quantized quantize(bool powers_of_two) const {
     constexpr float kLargest = 448, kSmallest = 0x1p-126f;
     constexpr int kLanes = kMx ? 4 : 16;  // with a common scale
     static_assert(kTogether <= kLanes, "a lane keeps one scale at most");
-    const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+    Quantized part;
     // Find the largest magnitude of each scale block: the i-th lane of kLanes keeps that of their i-th vectors.
-    const int kept = lane % kLanes;
+    const int kept = threadIdx.x % kLanes;
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const uint32_t its_most = largest_magnitude<kLanes>(vectors[i]);
       if (kept == i) most = its_most;
     }
-    // Compute the scales, and store them.
+    // Compute the scales.
     const float amax = __uint_as_float(most << 16);
-    const int word = first + 2 * kept;
-    const bool is_inside = kept < kTogether && word * kBlockVectors < num_vectors;
     float scale = 0, reciprocal;
     bool plain = true;
     if constexpr (kMx) {
-      const uint32_t exponent = e8m0_scale(amax);
-      reciprocal = e8m0_reciprocal(exponent);
-      const int vector = word * kBlockVectors + lane / kLanes * kLanes;
-      if (is_inside) reinterpret_cast<uint8_t*>(scales + word)[lane / kLanes] = vector < num_vectors ? exponent : 0;
+      part.scale = e8m0_scale(amax);
+      reciprocal = e8m0_reciprocal(part.scale);
     } else {
       scale = __fdiv_rn(amax, kLargest);
       if (scale < kSmallest) scale = kSmallest;  // false for NaN
@@ -123,26 +124,45 @@ struct RowPart {
       reciprocal = __frcp_rn(scale);
       // Most rows lie in the range of `divide`.
       plain = __all_sync(~0u, kept >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
-      if (is_inside) scales[word] = scale;
+      part.scale = __float_as_uint(scale);
     }
-    // Divide, round and store.
+    // Divide and round.
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const float its_reciprocal = __shfl_sync(~0u, reciprocal, i, kLanes);
       const float its_scale = kMx ? 0 : __shfl_sync(~0u, scale, i, kLanes);
-      uint2 elements;
       if (plain) {
         float values[BFloat16::kElements];
         BFloat16::load(vectors[i], values);
 #pragma unroll
         for (float& value : values)  // the reciprocal of a power of two is exact
           value = kMx ? value * its_reciprocal : divide(value, its_scale, its_reciprocal);
-        elements = to_float8(values);
+        part.vectors[i] = to_float8(values);
       } else {
-        elements = divide_slowly(vectors[i], its_scale);
+        part.vectors[i] = divide_slowly(vectors[i], its_scale);
       }
+    }
+    return part;
+  }
+
+  // [warp] Store a quantised part: its elements to `row`, and its scales to `scales`, both of the whole row. With kMx
+  // scales of blocks behind the end are 0.
+  template <bool kMx>
+  static __device__ void store(const Quantized& part, char* row, float* scales, int number, int num_vectors) {
+    constexpr int kLanes = kMx ? 4 : 16;
+    const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+    const int word = first + 2 * (lane % kLanes);
+    if (lane % kLanes < kTogether && word * kBlockVectors < num_vectors) {
+      const int vector = word * kBlockVectors + lane / kLanes * kLanes;
+      if (kMx)
+        reinterpret_cast<uint8_t*>(scales + word)[lane / kLanes] = vector < num_vectors ? part.scale : 0;
+      else
+        scales[word] = __uint_as_float(part.scale);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
       const int vector = (first + 2 * i) * kBlockVectors + lane;
-      if (vector < num_vectors) reinterpret_cast<uint2*>(row)[vector] = elements;
+      if (vector < num_vectors) reinterpret_cast<uint2*>(row)[vector] = part.vectors[i];
     }
   }
 };

@@ -1,7 +1,7 @@
 // Staging: the stage warps copy this rank's rows and metadata (scales and weights) to its inbox, chunk by chunk. All
-// ranks of the node, and this rank's senders, read them there.
+// ranks of the node, and this rank's senders, read them there. In decode layout they push rows and metadata to the
+// ranks of the node instead, and only the senders read the inbox.
 #pragma once
-#include "cuda/device/copy.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/dispatch/quantize.cuh"
 
@@ -63,22 +63,93 @@ struct Share {
   }
 };
 
-// Metadata, at the caller and in the inbox. Read from the parameters once.
+// Where the row and the metadata of a token go, as a set of targets. A target is a local rank, to whose slot they are
+// pushed, or this rank's inbox, where they are staged for pull warps or senders.
+struct Targets {
+  static constexpr int kInbox = DispatchParams::kInbox;
+
+  const Op& op;
+  const DispatchParams& params;
+  const bool pushes;  // whether ranks may be targets
+  int choice = -1;    // of the loaded token, in each lane: an expert; with a handle an item number or -1
+
+  __device__ Targets(const Op& op, const DispatchParams& params)
+      : op(op), params(params), pushes(params.pushes && (params.new_plan || params.plan.head->usable)) {}
+
+  // [warp] Start to load what tells the targets of a token.
+  __device__ void load(int token) {
+    if (!pushes) return;
+    const Context& context = op.context;
+    const int lane = threadIdx.x % 32;
+    choice = -1;
+    if (params.new_plan) {
+      if (lane < context.config.num_topk) choice = load_choice(token, lane);
+    } else if (lane < op.ranks_per_node()) {
+      const size_t row = static_cast<size_t>(context.node) * context.config.max_tokens + token;
+      choice = __ldg(params.plan.tables + row * context.table_ints + lane);
+    }
+  }
+
+  // [warp] Return the targets of the loaded token, a bit for each.
+  __device__ uint32_t find(int token) const {
+    const int lane = threadIdx.x % 32;
+    uint32_t targets = 0;
+    if (pushes && params.new_plan) {
+      targets = bit_of_expert(choice);
+      for (int k = lane + 32; k < op.context.config.num_topk; k += 32) targets |= bit_of_expert(load_choice(token, k));
+    } else if (pushes) {
+      targets = static_cast<uint32_t>(choice >= 0) << lane;
+    }
+    if (pushes) targets = __reduce_or_sync(~0u, targets);
+    const bool has_inbox = !params.pushes || op.context.num_nodes() > 1;
+    return targets | static_cast<uint32_t>(has_inbox) << kInbox;
+  }
+
+  // [thread] Return where the row of a token goes, and its metadata.
+  __device__ char* row(int target, int token) const {
+    if (target != kInbox) return row_slot(op.context, target, op.rank(), token);
+    return op.context.inbox_holding(op.rank(), &Inbox::staging) + static_cast<size_t>(token) * params.row_stride;
+  }
+  __device__ float* metadata(int target, int token) const {
+    return reinterpret_cast<float*>(target != kInbox ? row(target, token) + params.args.row_bytes
+                                                     : op.context.inbox_holding(op.rank(), &Inbox::metadata) +
+                                                           static_cast<size_t>(token) * params.metadata_bytes);
+  }
+
+ private:
+  // [thread] Load the low half of an entry of topk_idx. If the entry is invalid, the row may go to a rank that does not
+  // read it.
+  __device__ int load_choice(int token, int k) const {
+    const size_t index = static_cast<size_t>(token) * op.context.config.num_topk + k;
+    return __ldg(reinterpret_cast<const int*>(params.args.topk_idx + index));
+  }
+  // [thread] Return the bit of the local rank with an expert; 0 for no expert, and for a rank elsewhere.
+  __device__ uint32_t bit_of_expert(uint32_t expert) const {
+    if (expert >= static_cast<uint32_t>(op.context.config.num_experts)) return 0;
+    const uint32_t rank = params.inverse == 0 ? expert : __umulhi(expert, params.inverse);
+    const int local = static_cast<int>(rank) - op.first_local_rank();
+    return local >= 0 && local < op.ranks_per_node() ? 1u << local : 0;
+  }
+};
+
+// [thread] Call run(target) for each target of a set.
+template <class Run>
+__device__ void for_each_target(uint32_t targets, const Run& run) {
+#pragma unroll 1
+  for (; targets != 0; targets &= targets - 1) run(__ffs(targets) - 1);
+}
+
+// Metadata at the caller. Read from the parameters once.
 struct Metadata {
   const float *from_scales, *from_weights;
-  int num_scales, num_weights, weights_at, bytes;
-  char* to;
+  int num_scales, num_weights, weights_at;
 
   __device__ Metadata(const Op& op, const DispatchParams& params)
       : from_scales(params.args.scales),
         from_weights(params.args.topk_weights),
         num_scales(from_scales ? params.args.scale_bytes / 4 : 0),
         num_weights(from_weights ? op.context.config.num_topk : 0),
-        weights_at(params.weights_at),
-        bytes(params.metadata_bytes),
-        to(op.context.inbox_holding(op.rank(), &Inbox::metadata)) {}
-  // [thread] Return the metadata of a token.
-  __device__ float* of(int token) const { return reinterpret_cast<float*>(to + static_cast<size_t>(token) * bytes); }
+        weights_at(params.weights_at) {}
 };
 
 // One token's scales and weights on their way to its metadata, in registers. They go with the first part of the row:
@@ -104,9 +175,8 @@ struct MetadataCopy {
   }
 
   // [warp] Store the loaded values. Copy further scales and weights, if there are any.
-  __device__ void store() const {
+  __device__ void store(float* token_metadata) const {
     const int lane = threadIdx.x % 32;
-    float* const token_metadata = metadata.of(token);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
       if (lane + 32 * i < num_scales) token_metadata[lane + 32 * i] = scales[i];
@@ -122,57 +192,80 @@ struct MetadataCopy {
   __device__ const float* from_scales() const { return metadata.from_scales + static_cast<size_t>(token) * num_scales; }
 };
 
-// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share, token_metadata)` writes
-// one of them, and scales computed for it to the metadata.
+// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share)` writes one of them, and
+// scales computed for it to the metadata. It returns the targets.
 template <class StagePart>
 __device__ void stage_parts(const Op& op, const DispatchParams& params, Share share, StagedChunks& chunks,
-                            const StagePart& stage_part) {
+                            const Targets& targets, const StagePart& stage_part) {
   const Metadata metadata(op, params);
   const int log_token_chunk = op.context.config.log_token_chunk;
 #pragma unroll 1
   for (; share.has_part(); share = share.next()) {
     chunks.finish_before(share.token >> log_token_chunk);
     const MetadataCopy copy(metadata, share);
-    stage_part(share, metadata.of(share.token));
-    copy.store();
+    const uint32_t to = stage_part(share);
+    if (copy.num_scales > 0 || copy.num_weights > 0)
+      for_each_target(to, [&](int target) { copy.store(targets.metadata(target, share.token)); });
   }
   chunks.finish_before(chunks.num_chunks);
 }
 
-// [warp] Stage rows as they are. This function and the next one are not inlined: together they need too many registers.
-__device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, Share share,
-                                                 StagedChunks chunks) {
+// [warp] Stage rows as they are. This function and the next one are inlined: by a reference they would load parameters
+// through the caches of memory.
+__device__ inline void stage_copies(const Op& op, const DispatchParams& params, Share share, StagedChunks chunks) {
+  constexpr int kTogether = 14;  // loads of a thread under way: a row of 14336 bytes takes two turns
   const char* const from = params.args.rows;
-  char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
-  const uint32_t row_bytes = params.args.row_bytes, stride = params.row_stride;
-  const bool stages_rows = params.stages_rows;
-  stage_parts(op, params, share, chunks, [&](const Share& at, float*) {
-    const size_t token = at.token;
-    if (stages_rows)
-      copy_words<uint4, 14>(reinterpret_cast<uint4*>(to + token * stride),
-                            reinterpret_cast<const uint4*>(from + token * row_bytes), row_bytes);
+  const uint32_t row_bytes = params.args.row_bytes;
+  const int num = static_cast<int>(row_bytes / sizeof(uint4)), lane = threadIdx.x % 32;
+  Targets targets(op, params);
+  stage_parts(op, params, share, chunks, targets, [&](const Share& at) {
+    targets.load(at.token);
+    const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes) + lane;
+    uint32_t to = targets.pushes ? ~0u : targets.find(at.token);
+#pragma unroll 1
+    for (int first = 0; first < num && (to & params.row_targets) != 0; first += 32 * kTogether) {
+      uint4 words[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (first + lane + 32 * i < num) words[i] = __ldcg(row + first + 32 * i);
+      if (first == 0) to = targets.find(at.token);
+      for_each_target(to & params.row_targets, [&](int target) {
+        auto* const target_row = reinterpret_cast<uint4*>(targets.row(target, at.token)) + lane;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          if (first + lane + 32 * i < num) target_row[first + 32 * i] = words[i];
+      });
+    }
+    return to;
   });
 }
 
 // [warp] Stage bfloat16 rows as float8, and their scales in the metadata. The next part is loaded meanwhile.
 template <bool kMx>
-__device__ __noinline__ void stage_quantized(Op op, const DispatchParams& params, Share share, StagedChunks chunks) {
+__device__ void stage_quantized(const Op& op, const DispatchParams& params, Share share, StagedChunks chunks) {
   const char* const from = params.args.rows;
-  char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
-  const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
+  const uint32_t row_bytes = op.context.row_bytes;
   const int num_vectors = op.context.config.hidden / BFloat16::kElements;
   const bool powers_of_two = params.args.powers_of_two;
   RowPart next;
+  Targets targets(op, params);
   const auto load = [&](const Share& at) {
     const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes);
-    if (at.has_part()) next.load(row, at.part, num_vectors);
+    if (!at.has_part()) return;
+    targets.load(at.token);
+    next.load(row, at.part, num_vectors);
   };
   load(share);
-  stage_parts(op, params, share, chunks, [&](const Share& at, float* token_metadata) {
+  stage_parts(op, params, share, chunks, targets, [&](const Share& at) {
     const RowPart part = next;
+    const uint32_t to = targets.find(at.token);
     load(at.next());
-    char* const row = to + static_cast<size_t>(at.token) * stride;
-    part.quantize<kMx>(row, token_metadata, at.part, num_vectors, powers_of_two);
+    const RowPart::Quantized quantized = part.quantize<kMx>(powers_of_two);
+    for_each_target(to, [&](int target) {
+      RowPart::store<kMx>(quantized, targets.row(target, at.token), targets.metadata(target, at.token), at.part,
+                          num_vectors);
+    });
+    return to;
   });
 }
 

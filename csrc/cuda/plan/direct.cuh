@@ -248,11 +248,12 @@ __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
 
 // [warp] Wait for the Calls of all ranks and compare them. Write the verdict, for the planners and for all pull warps
 // and stage warps. Called in the first warp of a block. `keeps` as in agree.
-__device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, bool keeps) {
+__device__ inline void decide_on_calls(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool keeps) {
   const Verdict verdict = agree(op, keeps);
   stamp(op, Step::kAgreed);
   const int lane = threadIdx.x % 32;
-  if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = field_of(op, lane, Field::kMaxRows);
+  if (verdict == Verdict::kAgree && params.args.layout != Layout::kDecode && lane < op.num_ranks())
+    plan.max_rows[lane] = field_of(op, lane, Field::kMaxRows);
   if (lane == 0) plan.post(verdict);
 }
 
@@ -305,7 +306,7 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
   if (threadIdx.x == 0) *plan.decided = 0;
   // Announce. After an abort go on to the barrier below: the stage warps wait for the pull warps there.
   Verdict verdict = Verdict::kAgree;
-  if (announces && !wait_for_free_staging<PullWarps>(op, is_free)) verdict = Verdict::kAborted;
+  if (announces && !wait_for_free_staging<PullWarps>(op, params, is_free)) verdict = Verdict::kAborted;
   PullWarps::sync();  // the counters are clear
   if (verdict == Verdict::kAgree && announces) {
     stamp(op, Step::kFree);
@@ -314,13 +315,13 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
   }
   // Plan, and meanwhile compare the Calls.
   if (verdict == Verdict::kAgree) {
-    if (!params.pulls && (op.block != 0 || !params.counts())) return verdict;
+    if (!params.pulls && op.block != 0 && params.counts()) return verdict;
     // The second launch of a counted dispatch does not keep an error: the first one did.
     const bool keeps = params.stages || !params.counts();
     if (Planners::has_thread())
       plan_choices(op, params, shared);
     else
-      decide_on_calls(op, plan, keeps);
+      decide_on_calls(op, params, plan, keeps);
     PullWarps::sync();
     verdict = *plan.verdict;
     // Decide in the first warp whether the plan is usable.
@@ -334,15 +335,14 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
       }
       if (!fits) clear_head(*plan.head, op.num_ranks());
       __syncwarp();
-      if (!params.pulls && verdict != Verdict::kAborted) publish_plan(op, params, plan);
+      if (!params.pulls && op.block == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
     }
   } else if (threadIdx.x == 0) {
     *plan.verdict = verdict;
   }
-  // Hand the plan over.
-  if (!params.pulls) return verdict;
-  PullWarps::sync();
-  ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
+  // Hand the plan over. The first warp has changed nothing where all rows fit.
+  if (verdict != Verdict::kAgree || params.args.layout != Layout::kDecode) PullWarps::sync();
+  if (params.pulls) ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
   return verdict;
 }
 
@@ -397,12 +397,13 @@ __device__ inline void write_items(const Op& op, const DispatchParams& params, c
 }
 
 // [team] Write the table of this rank's tokens, and their columns with an expert, for later combines. Called by the
-// stage warps of each block, with a usable plan.
-__device__ inline void keep_direct_table(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+// same team in each block, with a usable plan.
+template <class Team>
+__device__ void keep_direct_table(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const Context& context = op.context;
 #pragma unroll 1
-  for (int token = op.block + op.num_blocks * StageWarps::thread(); token < params.args.num_tokens;
-       token += op.num_blocks * StageWarps::kThreads) {
+  for (int token = op.block + op.num_blocks * Team::thread(); token < params.args.num_tokens;
+       token += op.num_blocks * Team::kThreads) {
     int32_t* const table = params.plan.tables + static_cast<size_t>(token) * context.table_ints;
 #pragma unroll 1
     for (int rank = 0; rank < op.num_ranks(); ++rank) {

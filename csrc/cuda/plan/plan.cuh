@@ -251,12 +251,18 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
   report_rows(op, params, head.num_rows);
 }
 
-// [team] Wait until all ranks of the node have read this rank's staging and metadata of earlier operations. `is_free`:
-// they had done so when this block began (poll_once). Then there is no wait, and no barrier. Return false
-// after an abort of this rank. Called by the stage warps of each block, and by the pull warps about to announce.
+// [team] Wait until all ranks of the node have read this rank's staging and metadata of earlier operations, and in
+// decode layout their slots. `is_free`: they had done so when this block began (poll_once). Then there is no wait, and
+// no barrier. Return false after an abort of this rank. Called by the stage warps of each block, and by the pull warps
+// about to announce.
 template <class Team>
-__device__ bool wait_for_free_staging(const Op& op, bool is_free) {
-  return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
+__device__ bool wait_for_free_staging(const Op& op, const DispatchParams& params, bool is_free) {
+  const Context& context = op.context;
+  return is_free || first_warp_waits<Team>([&] {
+           return wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch) &&
+                  (!params.pushes ||
+                   wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch));
+         });
 }
 
 // [team] Make the plan. Called by the pull warps of the planning blocks, once staging is free. Return kAborted after an

@@ -124,12 +124,13 @@ void Messages::exchange_calls() {
   });
 }
 
-void Messages::finish(cudaStream_t stream) {
-  launch_between();
+void Messages::finish(cudaStream_t stream, bool joins) {
+  if (between_.num_raisers > 0) launch_between();
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(stream_, &status), "capture");
   if (status == cudaStreamCaptureStatusNone) return;
   has_captured_ = true;
+  if (!joins) return;
   check(cudaEventRecord(after_, stream_), "event");
   check(cudaStreamWaitEvent(stream, after_, 0), "event");
 }
@@ -158,8 +159,11 @@ void Messages::dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaS
     });
     if (begin == 0 && args.topk_idx) exchange_items();
   };
-  if (pulls) split(config.max_tokens, config.log_token_chunk, row_bytes + bytes_of_metadata, exchange_rows);
-  finish(stream);
+  // With a hook rows go after the first launch.
+  const bool has_hook = stages != pulls && args.ticket == 0;
+  if (has_hook ? stages : pulls)
+    split(config.max_tokens, config.log_token_chunk, row_bytes + bytes_of_metadata, exchange_rows);
+  finish(stream, pulls);
 }
 
 void Messages::combine(const CombineArgs& args, bool pushes, bool reduces, cudaStream_t stream) {
@@ -182,8 +186,8 @@ void Messages::combine(const CombineArgs& args, bool pushes, bool reduces, cudaS
                   num_tokens * weights * sizeof(float)});
     });
   };
-  if (reduces) split(config.max_tokens, config.log_sum_chunk, row_bytes + weights * sizeof(float), exchange_sums);
-  finish(stream);
+  if (pushes) split(config.max_tokens, config.log_sum_chunk, row_bytes + weights * sizeof(float), exchange_sums);
+  finish(stream, reduces);
 }
 
 }  // namespace ep::cuda

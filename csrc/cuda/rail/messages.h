@@ -57,8 +57,9 @@ class Messages {
   template <class Exchange>
   static void split(int num_tokens, int log_chunk, size_t token_bytes, const Exchange& exchange);
   void exchange_calls();
-  // [host] Raise the flags of the last message. While a graph is captured, let `stream` wait for the messages.
-  void finish(cudaStream_t stream);
+  // [host] Raise the flags of the last message. While a graph is captured, let `stream` wait for the messages, if this
+  // launch `joins` them: the first of two does not.
+  void finish(cudaStream_t stream, bool joins);
   void launch_between();
 
   // [host] As in Context (context.cuh).

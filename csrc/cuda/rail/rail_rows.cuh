@@ -51,11 +51,11 @@ struct DispatchRailWarp : RailWarp {
     }
   }
 
-  // [thread] Return whether rows go before all ranks agree. Not in the second of two launches: there the ranks agree
-  // already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
+  // [thread] Return whether rows go before all ranks agree. Not in the second launch of a counted dispatch: there the
+  // ranks agree already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
   // 8 blocks on H200 took 1495 us instead of 1455. Messages delay nothing: the Calls have one of their own before.
   __device__ bool sends_early(const DispatchParams& params) const {
-    return params.stages && params.pulls && (params.rail_blocks > 1 || has_messages());
+    return params.stages && (params.rail_blocks > 1 || has_messages());
   }
 
   // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
@@ -194,8 +194,10 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& par
   const DispatchRailWarp warp(op);
   if (params.stages && !warp.begin_dispatch(params.new_plan, is_free)) return Verdict::kAborted;
   stamp(op, Step::kBegun);
-  if (!params.pulls) return Verdict::kAgree;
-  return warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params, shared);
+  // With a hook rows are sent in the first launch, and relayed in the second one.
+  if (warp.relays()) return params.pulls ? warp.relay_rows(params, warp.node(warp.warp)) : Verdict::kAgree;
+  const bool sends = params.has_hook() ? params.stages : params.pulls;
+  return sends ? warp.send_rows(params, shared) : Verdict::kAgree;
 }
 
 }  // namespace ep::cuda::EP_KERNELS

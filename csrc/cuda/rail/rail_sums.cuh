@@ -128,8 +128,10 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& para
     else if (!warp.relay_combine_weights(warp.node(warp.warp)))
       return Verdict::kAborted;
   }
-  if (!params.reduces) return verdict;
-  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params, shared);
+  // With a hook sums are sent in the first launch, and relayed in the second one.
+  bool ok = true;
+  if (warp.relays() && params.reduces) ok = warp.relay_sums(params, warp.node(warp.warp));
+  if (!warp.relays() && params.pushes) ok = warp.send_sums(params, shared);
   return ok ? verdict : Verdict::kAborted;
 }
 

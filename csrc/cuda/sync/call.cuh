@@ -139,11 +139,15 @@ __device__ inline Difference find_difference(const Op& op) {
 // After kDiffer all partial sums pushed to this rank have arrived. Only early rows and metadata may still arrive. No
 // rank reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags
 // of its own pushes first.
-__device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
+__device__ inline Verdict agree(const Op& op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
+  if (op.is_second && context.state->agreed == op.epoch) return Verdict::kAgree;
   if (has_masks(context) ? !decide(op) : !wait_for_calls(op)) return Verdict::kAborted;
   const Difference found = find_difference(op);
-  if (!found.found) return Verdict::kAgree;
+  if (!found.found) {
+    if (!op.is_second && op.block == 0 && threadIdx.x % 32 == 0) context.state->agreed = op.epoch;
+    return Verdict::kAgree;
+  }
   if (!drains) return Verdict::kDiffer;
   // Keep the difference.
   const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
@@ -177,15 +181,16 @@ __device__ bool was_masked_by_a_peer(const Op& op) {
 
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
 // arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
-// may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's. Wait for own puts,
-// not for peers.
+// may be in the other operation, so raise both flags; and with `both` this rank has read both. Afterwards State::epoch
+// is this operation's. Wait for own puts, not for peers.
 //
 // The flags say that this rank has read memory of its peers, or its own slots. All these loads have ended: their values
 // were used, or their mbarriers have counted the bytes. Nothing that a peer stores after it sees the flag can change
 // them any more. So with one node the flags need no fence of the system, which takes 1.6 us even with nothing to order
 // (H100). With several nodes puts have read memory too; there the fence stays.
 template <class Block>
-__device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
+__device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs,
+                         bool both = false) {
   const Context& context = op.context;
   State* state = context.state;
   const bool one_node = context.num_nodes() == 1;
@@ -202,7 +207,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     else if (Block::thread() == 0)
       raise_on_node(context, flag, op.epoch);
   };
-  if (differs) {
+  if (differs || both) {
     raise(context.own.consumed + context.local);
     raise(context.own.slots_free + context.local);
   } else {
@@ -211,7 +216,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   if (!one_node) Block::sync();
   if (Block::thread() != 0) return;
   // Finish the state for the next operation.
-  if (differs)
+  if (differs || both)
     state->staged_epoch = state->pushed_epoch = op.epoch;
   else
     state->*released_epoch = op.epoch;
@@ -223,7 +228,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     __threadfence_system();
     *static_cast<volatile uint32_t*>(&context.report->out_of_step) = 1;
   }
-  state->next_token = 0;
+  state->next_token = state->next_item = 0;
   state->epoch = op.epoch;
 }
 

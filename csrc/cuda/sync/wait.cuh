@@ -15,6 +15,7 @@ struct Op {
   Operation operation;
   uint64_t epoch;
   int block, num_blocks;  // this block; number of blocks without the rail blocks. In these, block >= num_blocks
+  bool is_second;         // of two launches
 
   __device__ int rank() const { return context.config.rank; }
   __device__ int num_ranks() const { return context.num_ranks; }
@@ -238,10 +239,10 @@ __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* 
 
 // [thread] Poll once, without waiting: return whether this thread's flag about a rank of the node has arrived, and true
 // in threads without one. The load overlaps with others at kernel start. If all threads return true and have met at a
-// barrier, no wait_for_node for these flags is needed. flags [ranks_per_node].
-__device__ inline bool poll_once(const Op& op, const uint64_t* flags, uint64_t expected) {
-  const int local = threadIdx.x;
-  return local >= op.ranks_per_node() || ptx::load_acquire(flags + local) >= expected;
+// barrier, no wait_for_node for these flags is needed. flags [ranks_per_node]. `local`: of the thread's flag, or any
+// number.
+__device__ inline bool poll_once(const Op& op, const uint64_t* flags, uint64_t expected, unsigned local) {
+  return local >= static_cast<unsigned>(op.ranks_per_node()) || ptx::load_acquire(flags + local) >= expected;
 }
 
 // [warp] Wait for one flag about `rank`, read by lane 0 only. Return as wait_until.
