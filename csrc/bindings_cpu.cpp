@@ -139,9 +139,11 @@ PYBIND11_MODULE(_C_cpu, m) {
   ep::bind_cuda_config(m, "CudaConfig")
       .def_property_readonly("item_ints", &ep::cuda::Config::item_ints)
       .def_property_readonly("table_ints", &ep::cuda::Config::table_ints)
+      .def_property_readonly("least_rail_blocks", &ep::cuda::Config::least_rail_blocks)
       .def_property_readonly("counts_ints", &ep::cuda::Counts::ints);
   m.attr("MAX_NODES") = ep::cuda::kMaxNodes;
   m.attr("MAX_LOCAL") = ep::cuda::kMaxLocal;
+  m.attr("MAX_RANKS") = ep::cuda::kMaxRanks;
   m.attr("VECTOR") = ep::cuda::kVector;
 
   // Return whether this process may write at a tensor's address.

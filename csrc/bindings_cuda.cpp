@@ -2,6 +2,7 @@
 // both, so all types are local to their module. A stream is passed as an integer, PyTorch's cuda_stream.
 #include <atomic>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -107,25 +108,35 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(combine, "wait_ns", &CombineArgs::wait_ns);
 
   m.attr("COMPARED") = std::vector<std::string>(std::begin(kComparedNames), std::end(kComparedNames));
-  m.attr("max_nodes") = kMaxNodes;
-  m.attr("counted_rows_offset") = sizeof(Report);  // in the report: int64 [num_local_experts]
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);            // at the start of a region; to be zeroed before the first kernel
   m.def("excluded_offset", &excluded_offset);  // in a region: uint64 [num_ranks], 1: the rank has masked this one
-  m.def("aborted_offset", &aborted_offset);    // in a region: uint64 [num_ranks], the late ranks after the rank's abort
+  // In a region: uint64 [num_ranks, rank_words], after a rank's abort 1 and 2 << r for each late rank r.
+  m.def("aborted_offset", &aborted_offset);
+  m.def("rank_words", [](const Config& config) { return config.rank_words(); });
   m.def("state_bytes", &state_bytes);
   m.def("report_bytes", &report_bytes);
+  // In the report: int64 [num_local_experts].
+  m.def("counted_rows_offset", [](const Config& config) {
+    ep::Cursor c;
+    return reinterpret_cast<size_t>(carve_report(c, config).counted_rows);
+  });
   // Return the number of int32 of the largest plan with `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
-  // In the state: uint32, 1 after this rank's abort; uint64 epoch of the last operation; counters of bytes, uint64, by
-  // rank and by node.
+  // In the state: uint32, 1 after this rank's abort; uint64 epoch of the last operation.
   m.attr("state_aborted_offset") = offsetof(State, aborted);
   m.attr("epoch_offset") = offsetof(State, epoch);
-  m.attr("masked_offset") = offsetof(State, masked);  // int32 [num_ranks]
-  m.attr("bytes_read_offset") = offsetof(State, bytes_read);
-  m.attr("bytes_written_offset") = offsetof(State, bytes_written);
-  m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);
-  m.attr("lists_sent_offset") = offsetof(State, lists_sent);
+  // In the state, in this order: counters of bytes, uint64, by rank, by rank, by node, by node; then int32 [num_ranks].
+  m.def("state_offsets", [](const Config& config) {
+    ep::Cursor c;
+    const StateArrays arrays = carve_state(c, config, 1);
+    const auto at = [](auto* array) { return reinterpret_cast<size_t>(array); };
+    return std::map<std::string, size_t>{{"bytes_read", at(arrays.bytes_read)},
+                                         {"bytes_written", at(arrays.bytes_written)},
+                                         {"bytes_sent", at(arrays.bytes_sent)},
+                                         {"lists_sent", at(arrays.lists_sent)},
+                                         {"masked", at(arrays.masked)}};
+  });
 
 #ifdef EP_PACE
   m.attr("has_pace") = true;
@@ -233,8 +244,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
              if (*static_cast<const volatile uint32_t*>(&report.aborted) == 0) return py::none();
              std::atomic_thread_fence(std::memory_order_acquire);  // `aborted` was written last: read it first
              std::vector<int> ranks;
-             for (int rank = 0; rank < kMaxRanks; ++rank)
-               if (report.late[rank / 32] >> rank % 32 & 1) ranks.push_back(rank);
+             for (int rank = 0; rank < e.config().num_ranks(); ++rank)
+               if (e.reports().late[(rank + 1) / 64] >> (rank + 1) % 64 & 1) ranks.push_back(rank);
              return py::make_tuple(kOperationNames[report.operation], kPhaseNames[report.phase], report.epoch, ranks,
                                    report.waited_ms / 1e3);
            })
@@ -245,11 +256,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
         if (kind == 0) return py::none();
         std::atomic_thread_fence(std::memory_order_acquire);
         const ErrorFacts facts = report.facts;
-        std::atomic_thread_fence(std::memory_order_release);  // once cleared, kernels may write the facts again
-        e.clear_error();
         std::vector<std::pair<int64_t, int64_t>> rows;
         for (int rank = 0; rank < e.config().num_ranks(); ++rank)
-          rows.emplace_back(facts.rows[rank][0], facts.rows[rank][1]);
+          rows.emplace_back(e.reports().error_rows[rank][0], e.reports().error_rows[rank][1]);
+        std::atomic_thread_fence(std::memory_order_release);  // once cleared, kernels may write the facts again
+        e.clear_error();
         const std::vector<int32_t> detail(facts.detail, facts.detail + 4);
         return py::make_tuple(kErrorNames[kind], detail, facts.value, rows);
       });

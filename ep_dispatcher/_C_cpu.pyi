@@ -12,6 +12,7 @@ COMPARED: list[str]
 DISPATCH: int
 MAX_LOCAL: int
 MAX_NODES: int
+MAX_RANKS: int
 VECTOR: int
 
 class AbortReason:
@@ -94,6 +95,8 @@ class CudaConfig:
     def item_ints(self) -> int: ...
     @property
     def table_ints(self) -> int: ...
+    @property
+    def least_rail_blocks(self) -> int: ...
 
 class Process:
     def __init__(self, pid: int) -> None: ...

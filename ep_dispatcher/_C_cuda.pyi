@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 COMPARED: list[str]
-bytes_read_offset: int
-bytes_sent_offset: int
-bytes_written_offset: int
-counted_rows_offset: int
 epoch_offset: int
 has_pace: bool
 has_stamps: bool
-lists_sent_offset: int
-masked_offset: int
-max_nodes: int
 stamped_launches: int
 stamped_operations: int
 stamped_warps: int
@@ -138,6 +131,9 @@ class Engine:
     def take_error(self) -> tuple[str, list[int], int, list[tuple[int, int]]] | None: ...
 
 def aborted_offset(config: Config) -> int: ...
+def counted_rows_offset(config: Config) -> int: ...
+def rank_words(config: Config) -> int: ...
+def state_offsets(config: Config) -> dict[str, int]: ...
 def excluded_offset(config: Config) -> int: ...
 def copy(to: int, from_: int, bytes: int, stream: int) -> None: ...
 def columns_to_map(

@@ -15,7 +15,7 @@ from ep_dispatcher import _C_cpu, checks, envs
 from ep_dispatcher.topology import Topology
 
 # Limits of the CUDA engine, and its default number of multiprocessors.
-MAX_NODES, MAX_LOCAL = _C_cpu.MAX_NODES, _C_cpu.MAX_LOCAL  # as compiled (csrc/cuda/config.h)
+MAX_NODES, MAX_LOCAL, MAX_RANKS = _C_cpu.MAX_NODES, _C_cpu.MAX_LOCAL, _C_cpu.MAX_RANKS  # csrc/cuda/config.h
 MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
 MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to fit too
 # Enough for NVLink on 4 H200. More make a combine faster, but take as many from the kernels beside it.
@@ -26,7 +26,8 @@ DEFAULT_NCCL_SMS, MAX_NCCL_SMS = 4, 32  # of NCCL, for the NCCL wire; enough for
 # together. So slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is
 # reduced, pushes fill the others.
 WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
-MAX_WINDOW_CHUNKS = 1024  # the most window chunks in max_tokens: each has counters in a block's shared memory
+# The most window chunks in max_tokens, and chunks of sums for all other nodes: a block counts them in shared memory.
+MAX_WINDOW_CHUNKS, MAX_SUMMED_CHUNKS = 1024, 8192
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -82,10 +83,11 @@ class Shape:
     def plans_directly(self) -> bool:
         """Whether new plans of the CUDA engine are direct plans (csrc/cuda/plan/direct.cuh).
 
-        One node, a lane per choice of a token, and plans of at most 92 KiB of a block's shared memory.
+        One node, a lane per rank and per choice of a token, and plans of at most 92 KiB of a block's shared memory.
         """
         words = self.num_experts * -(-self.max_tokens_per_rank // 32)
-        return self.num_nodes == 1 and self.num_topk <= 32 and self.choices <= 16384 and words <= 4096
+        few = self.num_nodes == 1 and max(self.num_ranks, self.num_topk) <= 32
+        return few and self.choices <= 16384 and words <= 4096
 
     @property
     def token_chunk(self) -> int:
@@ -109,8 +111,10 @@ class Shape:
     @property
     def window_chunk(self) -> int:
         """Tokens in a chunk of the window of a source on another node. A multiple of 16: a warp takes 16 at once."""
-        share = WINDOW_TOKENS // (WINDOW_CHUNKS * max(1, self.num_nodes - 1)) // 16 * 16
-        return max(min(share, self.sum_chunk), round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
+        others = max(1, self.num_nodes - 1)
+        share = WINDOW_TOKENS // (WINDOW_CHUNKS * others) // 16 * 16
+        most = min(MAX_WINDOW_CHUNKS, MAX_SUMMED_CHUNKS // others)
+        return max(min(share, self.sum_chunk), round_up(self.chunks(most), 16))
 
     def chunks(self, length: int) -> int:
         """How many chunks of ``length`` hold all tokens."""
@@ -177,16 +181,17 @@ def buffer_bytes(
     if engine == "cpu":
         return BufferBytes(_C_cpu.region_bytes(shape.fill_sizes(_C_cpu.Config())), {})
     check_cuda_sizes(topology, shape)
-    check_cuda_sms(topology, num_sms)
+    check_cuda_sms(topology.num_nodes, num_sms)
     return cuda_bytes(shape, num_sms)
 
 
 def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
     """Raise ValueError if the kernels of the CUDA engine cannot serve a buffer of this shape."""
     given = "with engine='cuda'"
-    if topology.num_nodes > MAX_NODES or topology.ranks_per_node > MAX_LOCAL:
-        text = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
-        checks.fail("group", text, f"at most {MAX_NODES} nodes of {MAX_LOCAL} ranks {given}")
+    num_nodes, per_node = topology.num_nodes, topology.ranks_per_node
+    if num_nodes > MAX_NODES or per_node > MAX_LOCAL or num_nodes * per_node > MAX_RANKS:
+        allowed = f"at most {MAX_NODES} nodes of {MAX_LOCAL} ranks, and {MAX_RANKS} ranks, {given}"
+        checks.fail("group", f"{num_nodes} nodes of {per_node} ranks", allowed)
     if [rank for ranks in topology.nodes for rank in ranks] != list(range(topology.num_ranks)):
         checks.fail("group", f"nodes {list(topology.nodes)}", f"neighbouring ranks in a node {given}")
     if shape.num_experts > MAX_EXPERTS:
@@ -201,10 +206,16 @@ def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
         checks.fail("mask_late_ranks", f"True with {sizes}, num_experts={shape.num_experts}", allowed)
 
 
-def check_cuda_sms(topology: Topology, num_sms: int) -> None:
-    """Raise ValueError if the kernels of the CUDA engine would have too few multiprocessors."""
-    if topology.num_nodes > 1 and num_sms < 2:
-        checks.fail("num_sms", num_sms, "at least 2 with several nodes: one serves the wire between them")
+def check_cuda_sms(num_nodes: int, num_sms: int) -> int:
+    """Return the least multiprocessors that serve the wire between nodes. ValueError if there are no others."""
+    config = _C_cpu.CudaConfig()
+    config.num_nodes = num_nodes
+    least = config.least_rail_blocks
+    if num_sms <= least:
+        checks.fail(
+            "num_sms", num_sms, f"at least {least + 1} with {num_nodes} nodes: {least} for the wire between them"
+        )
+    return least
 
 
 def cuda_bytes(shape: Shape, num_sms: int = DEFAULT_SMS) -> BufferBytes:

@@ -100,7 +100,8 @@ def host_side():
     from ep_dispatcher import _C_cuda
 
     config = _C_cuda.Config()
-    config.ranks_per_node, config.num_experts, config.num_topk, config.max_tokens, config.hidden = 2, 8, 2, 64, 64
+    config.ranks_per_node, config.num_experts, config.num_topk, config.max_tokens, config.hidden = 2, 64, 2, 64, 64
+    config.num_nodes = 32  # 64 ranks: their bits need two words
     state = torch.zeros(_C_cuda.state_bytes(config, 4), dtype=torch.uint8)
     report = torch.zeros(_C_cuda.report_bytes(config), dtype=torch.uint8)
     regions = [1 << 20, 1 << 30]
@@ -116,19 +117,19 @@ def test_the_host_reads_what_kernels_report(host_side):
     assert engine.wait_for_counts(7, 0.01) == -2  # nothing yet
     longs[0], longs[1] = 7, 123
     assert engine.wait_for_counts(7, 0.01) == 123
-    words[5], words[6], words[7], words[8], words[9], longs[5] = 0b10, 0b100, 1, 5, 2500, 42
+    words[5], words[6], words[7], longs[4], longs[16], longs[17] = 1, 5, 2500, 42, 0b1101, 1
     words[4] = 1
-    assert engine.late() == ("combine", "partial sums", 42, [1, 34], 2.5)
+    assert engine.late() == ("combine", "partial sums", 42, [1, 2, 63], 2.5)
     assert engine.wait_for_counts(8, 10.0) == -1  # at once: a kernel has aborted
     words[4] = 0
     assert not engine.out_of_step() and not engine.has_report()
-    words[12] = 1
+    words[10] = 1
     assert engine.out_of_step() and engine.has_report() and engine.wait_for_counts(8, 10.0) == -1
-    words[13] = 4
-    words[14:18] = torch.tensor([3, 1, 0, 2])
-    longs[9] = 2**40
-    longs[10:14] = torch.tensor([5, 6, 7, 8])
-    assert engine.take_error() == ("differ", [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
+    words[11] = 4
+    words[12:16] = torch.tensor([3, 1, 0, 2])
+    longs[8] = 2**40
+    longs[24:28] = torch.tensor([5, 6, 7, 8])
+    assert engine.take_error() == ("differ", [3, 1, 0, 2], 2**40, [(5, 6), (7, 8), *[(0, 0)] * 62])
     assert engine.take_error() is None
 
 

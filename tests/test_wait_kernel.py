@@ -14,7 +14,7 @@ import pytest
 from commands import ROOT, compile_header
 from conftest import exhaustive
 
-from ep_dispatcher.engines.cuda.aborts import rank_bits
+from ep_dispatcher.engines.cuda.aborts import rank_set
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 HEADER = ROOT / "csrc/cuda/sync/wait.cuh"
@@ -78,6 +78,7 @@ CASES = {
         f"wait:0:0:{PUSHED}:3/1 wait:1:200:{PUSHED}:3 wait:2:0:{PUSHED}:0/2,1/3,3 raise:2:100:0",
         [[3], [3], [3], None],
     ),
+    "a rank that has left and names nobody": ((1, 2), f"wait:0:0:{PUSHED}:1 leave:1:100:-1", [[1], None]),
     "a rank that has left": ((1, 2), f"wait:0:0:{PUSHED}:1 leave:1:100", [[1], None]),
     "a flag that rose before its rank left": ((1, 2), f"raise:0:50:1 leave:1:50 wait:0:100:{PUSHED}:1", [None, None]),
     # All ranks have announced the operation, and their words should be on their way.
@@ -89,6 +90,12 @@ CASES = {
     # The reader looks for the word, and pauses. Then it sees that the rank has left.
     "a word that came before its rank left": ((1, 2), f"word:0:0:{WORD}:1:300 send:0:50:1 leave:1:150", [None, None]),
     "the last of 64 ranks": ((8, 8), f"wait:0:0:{PUSHED}:63/7,31/7", [[31, 63], *[None] * 63]),
+    "the last of 512 ranks": (
+        (32, 16),
+        f"wait:0:1200:{PUSHED}:1 wait:1:0:{PUSHED}:511/15,62/14,63/15,300/12",
+        [[62, 63, 300, 511]] * 2 + [None] * 510,
+    ),
+    "a word of a rank that names a far one": ((9, 8), f"word:0:0:{WORD}:1 leave:1:100:70", [[70], *[None] * 71]),
 }
 
 
@@ -119,19 +126,32 @@ def test_nobody_waits_for_a_rank_that_has_given_up(results):
 MISTAKES = {
     "patience": ("kPatienceNs = 1'000'000'000", "kPatienceNs = 0", "the owner of slots waits later"),
     "sums": ("phase == Phase::kNodeSums", "false", "sums of another node"),
-    "node": ("raise_on_node(context, aborted, late)", "raise_on_node(context, aborted, 1)", "a late rank is passed on"),
-    "rail": (".signal(node, aborted, late)", ".signal(node, aborted, 1)", "sums of another node"),
+    "node": (
+        "raise_on_node(context, aborted, names)",
+        "raise_on_node(context, aborted, 1)",
+        "a late rank is passed on",
+    ),
+    "rail": (".signal(node, aborted, names)", ".signal(node, aborted, 1)", "sums of another node"),
     "relay": ("is_relayed ||", "false ||", "a relay is late"),
     "slow": (": is_over ?", ": waits ?", "a rank that may still come is not late"),
-    "itself": ("waits && named == 0 ? bit_of(rank) : 0", "0", "a rank that is named waits itself"),
+    "itself": ("waits && !named ? RankSet::bit(rank, word) : 0", "0", "a rank that is named waits itself"),
     "words": (
         "waited > op.context.timeout_ns) {\n    // The rank",
         "waited > 0) {\n    // The rank",
         "a word within the limit",
     ),
     "again": ("if (arrived == num) return false;", "", "a word that came before its rank left"),
-    "reader": ("others != 0 ? others : bit_of(rank)", "named", "a word of a rank that names only its reader"),
+    "reader": (
+        "if (others != 0)\n      abort",
+        "if (named)\n      abort",
+        "a word of a rank that names only its reader",
+    ),
     "bits": ("bits >> 32", "bits >> 31", "the last of 64 ranks"),
+    "names": (
+        "return named ? ptx::load_acquire(names_by(op, raiser) + word)",
+        "return named ? ptx::load_acquire(names_by(op, raiser))",
+        "the last of 512 ranks",
+    ),
 }
 
 
@@ -143,7 +163,10 @@ def test_a_mistake_is_found(tmp_path, mistake):
     assert run(build(tmp_path, (old, new)), *sizes, steps).late != named
 
 
-@pytest.mark.parametrize("ranks,bits", [([0], 1), ([1, 3, 3], 10), ([62], 1 << 62), ([0, 63], 1 - (1 << 63))])
-def test_a_host_names_ranks_as_kernels_do(ranks, bits):
-    """In an int64, whose bits are those of the uint64."""
-    assert rank_bits(ranks) == bits and bits % (1 << 64) == sum(1 << rank for rank in set(ranks))
+@pytest.mark.parametrize(
+    "ranks,words",
+    [([0], [3]), ([1, 3, 3], [21]), ([61, 62], [1 - (1 << 62)]), ([63], [1, 1]), ([0, 191], [3, 0, 0, 1])],
+)
+def test_a_host_names_ranks_as_kernels_do(ranks, words):
+    """In words of int64, whose bits are those of the uint64: 1 for the first word, and 2 << rank."""
+    assert rank_set(ranks, len(words)) == words

@@ -188,7 +188,7 @@ struct Rank {
   std::vector<uint64_t> memory;
   Context context{};
   State state{};
-  Report report{};
+  std::vector<char> reports;
 };
 
 // Make the ranks, each with a region of its own, as Engine::Engine does.
@@ -198,9 +198,12 @@ std::vector<std::unique_ptr<Rank>> make_ranks(int num_nodes, int ranks_per_node,
   config.num_nodes = num_nodes;
   config.ranks_per_node = ranks_per_node;
   config.num_experts = config.num_ranks();
+  ep::Cursor size;
+  carve_report(size, config);
   for (int rank = 0; rank < config.num_ranks(); ++rank) {
     ranks.push_back(std::make_unique<Rank>());
     ranks.back()->memory.resize(flag_bytes(config) / sizeof(uint64_t) + 8);
+    ranks.back()->reports.resize(size.size());
   }
   for (int rank = 0; rank < config.num_ranks(); ++rank) {
     Context& context = ranks[rank]->context;
@@ -209,10 +212,13 @@ std::vector<std::unique_ptr<Rank>> make_ranks(int num_nodes, int ranks_per_node,
     context.node = config.node_of(rank);
     context.local = config.local_of(rank);
     context.num_ranks = config.num_ranks();
-    for (int r = 0; r < config.num_ranks(); ++r) context.nodes[r] = static_cast<uint8_t>(config.node_of(r));
+    context.node_factor = config.node_factor();
+    context.rank_words = config.rank_words();
     context.timeout_ns = limit_ms * uint64_t{1000000};
     context.state = &ranks[rank]->state;
-    context.report = &ranks[rank]->report;
+    ep::Cursor of_report(ranks[rank]->reports.data());
+    context.reports = carve_report(of_report, config);
+    context.report = context.reports.report;
     const auto base = [&](int r) { return reinterpret_cast<char*>(ranks[r]->memory.data()); };
     for (int local = 0; local < ranks_per_node; ++local)
       context.peers.distance[local] = base(context.node * ranks_per_node + local) - base(rank);
@@ -280,8 +286,11 @@ int main(int num_words, char** words) {
         results[i] = wait_for_word(rank, static_cast<Phase>(std::stoi(parts[3])), std::stoi(parts[4]), pause_ms);
       } else if (parts[0] == "leave") {
         const int own = rank.context.config.rank;
-        const uint64_t named = uint64_t{1} << (parts.size() > 3 ? std::stoi(parts[3]) : own);
-        for (const auto& peer : ranks) ep::ptx::store_relaxed(peer->context.own.aborted + own, named);
+        const int named = parts.size() > 3 ? std::stoi(parts[3]) : own, num_words = rank.context.rank_words;
+        for (const auto& peer : ranks)
+          for (int word = num_words - 1; word >= 0; --word)
+            ep::ptx::store_relaxed(peer->context.own.aborted + own * num_words + word,
+                                   RankSet::bit(named, word) | (word == 0));
       } else {
         std::vector<Awaited> awaited;
         for (const std::string& word : split(parts[4], ',')) {
@@ -293,13 +302,13 @@ int main(int num_words, char** words) {
     });
   for (std::thread& thread : threads) thread.join();
   for (const auto& rank : ranks) {
-    const Report& report = rank->report;
+    const Report& report = *rank->context.report;
     if (report.aborted == 0) {
       std::puts("-");
       continue;
     }
-    for (int r = 0; r < kMaxRanks; ++r)
-      if (report.late[r / 32] >> r % 32 & 1) std::printf("%d ", r);
+    for (int r = 0; r < rank->context.num_ranks; ++r)
+      if (rank->context.reports.late[(r + 1) / 64] >> (r + 1) % 64 & 1) std::printf("%d ", r);
     std::printf("after %u\n", report.waited_ms);
   }
   for (const char result : results)

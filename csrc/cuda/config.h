@@ -35,11 +35,12 @@ constexpr Kernels kKernels = Kernels::kSeveralNodes;
 constexpr bool kExtras = kKernels == Kernels::kExtras, kDirect = kKernels == Kernels::kDirect;
 constexpr bool kOneNode = kKernels == Kernels::kOneNode || kDirect;
 
-constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
-constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has warps for all relays and for senders
-constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
-constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
-constexpr int kMaxTopk = 64;                       // columns of topk_idx; each has a bit (Plan::sent_k)
+// Limits of a buffer. Only addresses of peers and sets of ranks in registers have room for so many.
+constexpr int kMaxLocal = 72;   // ranks of one node
+constexpr int kMaxNodes = 32;   // nodes; each has a lane in kernels, and a bit of a set of nodes
+constexpr int kMaxRanks = 512;  // ranks in all
+constexpr int kMaxTopk = 64;    // columns of topk_idx; each has a bit (Plan::sent_k)
+constexpr int kRailWarps = 15;  // warps of a rail block, at least
 // Items per chunk flag of `pushed`. Tuned on 2 H200: larger chunks keep the owner waiting. To measure again: python -m
 // ep_dispatcher.tools.bench --engine cuda
 constexpr int kItemChunk = 512;
@@ -79,6 +80,15 @@ struct Config {
   EP_HOST_DEVICE int node_of(int r) const { return r / ranks_per_node; }
   EP_HOST_DEVICE int local_of(int r) const { return r % ranks_per_node; }
   EP_HOST_DEVICE int num_others() const { return num_nodes - 1; }  // other nodes
+  // Return a number for node_of without a division: for ranks below kMaxRanks, rank * node_factor() >> kNodeShift.
+  static constexpr int kNodeShift = 20;
+  EP_HOST_DEVICE constexpr int node_factor() const { return (1 << kNodeShift) / ranks_per_node + 1; }
+  // Return a bit for each node.
+  EP_HOST_DEVICE uint32_t all_nodes() const { return ~0u >> (kMaxNodes - num_nodes); }
+  // Return the number of words of a set of ranks (RankSet).
+  EP_HOST_DEVICE int rank_words() const { return num_ranks() / 64 + 1; }
+  // Return the minimum number of rail blocks: with a warp for each relay, and one for a sender.
+  int least_rail_blocks() const { return num_nodes == 1 ? 0 : (num_nodes + kRailWarps - 1) / kRailWarps; }
   EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks(); }
   // Return the maximum number of local experts of one token.
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }

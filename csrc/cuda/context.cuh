@@ -26,7 +26,7 @@ struct Context : BufferContext {
     return peers.at(my_inbox(node_of(source), array), local_of(source));
   }
 
-  __device__ int node_of(int rank) const { return kOneNode ? 0 : nodes[rank]; }
+  __device__ int node_of(int rank) const { return kOneNode ? 0 : rank * node_factor >> Config::kNodeShift; }
   __device__ int local_of(int rank) const { return rank - node_of(rank) * config.ranks_per_node; }
 
   // [thread] Return the index of node `n` in an array by node that has no entry for `self`, or for the own node.

@@ -40,9 +40,9 @@ struct BufferContext {
   Config config;
   int node, local;                               // of this rank
   int num_ranks, num_local_experts, max_copies;  // copies of Config's results, as below: kernels need no division
-  uint8_t nodes[kMaxRanks];                      // node of each rank
-  int item_ints, table_ints, counts_ints, max_token_chunks, max_sum_chunks;  // as in Config
-  int max_far_chunks, max_pushed_chunks, window_slots;                       // as in Config
+  int node_factor, rank_words;                   // as in Config, as are the next
+  int item_ints, table_ints, counts_ints, max_token_chunks, max_sum_chunks;
+  int max_far_chunks, max_pushed_chunks, window_slots;
   uint32_t row_bytes, slot_stride;
   uint64_t timeout_ns;  // limit of a single wait for peers
   Peers peers;
@@ -50,9 +50,9 @@ struct BufferContext {
   Region own;          // this rank's region
   StateArrays arrays;  // this rank's device memory; arrays.state is also `state`
   State* state;
-  Report* report;         // pinned host memory
-  int64_t* wait_ns;       // of the launch, as in DispatchArgs
-  int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
+  ReportArrays reports;  // pinned host memory; reports.report is also `report`
+  Report* report;
+  int64_t* wait_ns;  // of the launch, as in DispatchArgs
 #ifdef EP_STAMPS
   uint64_t* stamps;    // of the launch, for `stamp` (stamps.h); or null
   int stamped_blocks;  // blocks of an operation in `stamps`

@@ -8,6 +8,18 @@
 #include "cuda/rail/messages.h"
 
 namespace ep::cuda {
+namespace {
+
+constexpr bool finds_nodes() {
+  Config config;
+  for (; config.ranks_per_node <= kMaxLocal; ++config.ranks_per_node)
+    for (int rank = 0; rank < kMaxRanks; ++rank)
+      if (rank * config.node_factor() >> Config::kNodeShift != rank / config.ranks_per_node) return false;
+  return true;
+}
+static_assert(finds_nodes());
+
+}  // namespace
 
 size_t state_bytes(const Config& config, int num_sms) {
   Cursor c;
@@ -25,8 +37,8 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   context_.num_ranks = config.num_ranks();
   context_.num_local_experts = config.num_local_experts();
   context_.max_copies = config.max_copies();
-  for (int rank = 0; rank < config.num_ranks(); ++rank)
-    context_.nodes[rank] = static_cast<uint8_t>(config.node_of(rank));
+  context_.node_factor = config.node_factor();
+  context_.rank_words = config.rank_words();
   context_.item_ints = config.item_ints();
   context_.table_ints = config.table_ints();
   context_.counts_ints = Counts::ints(config);
@@ -42,8 +54,9 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   Cursor of_state(state);
   context_.arrays = carve_state(of_state, config, num_sms);
   context_.state = context_.arrays.state;
-  context_.report = reinterpret_cast<Report*>(report);
-  context_.counted_rows = reinterpret_cast<int64_t*>(report + sizeof(Report));
+  Cursor of_report(report);
+  context_.reports = carve_report(of_report, config);
+  context_.report = context_.reports.report;
   // Regions: all are laid out alike, so a peer's array is at a fixed distance from this rank's.
   const char* own = regions[context_.local];
   for (size_t local = 0; local < regions.size(); ++local) context_.peers.distance[local] = regions[local] - own;

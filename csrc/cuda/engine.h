@@ -110,6 +110,7 @@ class Engine {
   void compare_routing(const RoutingComparison& args, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
+  const ReportArrays& reports() const { return context_.reports; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
   // abort by a kernel of this rank or with ranks out of step, or -2 when the time is up. An abort by the host shows as
   // -2.
@@ -161,9 +162,7 @@ class Engine {
   }
 
   // [host] Return whether rows and sums go directly to all other nodes, or there is none.
-  bool is_direct() const {
-    return context_.wire.mapped == (1u << context_.config.num_nodes) - 1 && !context_.wire.is_paced();
-  }
+  bool is_direct() const { return context_.wire.mapped == context_.config.all_nodes() && !context_.wire.is_paced(); }
 
   BufferContext context_;
   int num_sms_;
@@ -185,9 +184,11 @@ void Engine::launch_combine<Kernels::kOneNode>(const CombineArgs&, int32_t*, boo
 template <>
 void Engine::launch_combine<Kernels::kExtras>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
 
-// [host] Return the bytes of pinned memory for the report of one rank, and the counted rows of its experts.
+// [host] Return the bytes of pinned memory for the reports of one rank.
 inline size_t report_bytes(const Config& config) {
-  return sizeof(Report) + config.num_local_experts() * sizeof(int64_t);
+  Cursor c;
+  carve_report(c, config);
+  return c.size();
 }
 
 // [host] Return the bytes of device memory for the state of one rank.

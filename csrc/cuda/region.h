@@ -67,8 +67,8 @@ struct RailArrays {
 // the rail peer raises it through the wire.
 struct Region {
   // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
-  // [num_ranks] not 0: the rank, or its host, has aborted: flags missing from this raiser may never rise. A bit for
-  // each rank that it has waited for in vain; the bit of the rank itself if it has left
+  // [num_ranks, rank_words] first word not 0: the rank, or its host, has aborted: flags missing from this raiser may
+  // never rise. The RankSet of those that it has waited for in vain; the rank itself if it has left
   uint64_t* aborted;
   // [num_ranks] not 0: the rank has masked this one. Only with Config::masks; raised by the rank or its host.
   uint64_t* excluded;
@@ -144,7 +144,7 @@ template <class C>
 Region carve_region(C& c, const Config& config) {
   const size_t ranks = config.num_ranks(), locals = config.ranks_per_node, others = config.num_others();
   Region region{};
-  c.take(region.aborted, kFlags, ranks);
+  c.take(region.aborted, kFlags, ranks * config.rank_words());
   c.take(region.excluded, kFlags, config.masks ? ranks : 0);
   c.take(region.listed, kFlags, ranks);
   c.take(region.staged, kFlags, ranks * config.max_token_chunks());

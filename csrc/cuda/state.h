@@ -15,27 +15,24 @@ constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too
 // Facts of one error. Written by its finder (error.cuh), read by the host.
 //
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
-//   kTooFewRows   value: DispatchArgs::label; rows[r]: needed rows and Field::kMaxRows of rank r
-//   kTooManyRows  detail: expert_alignment; rows[r] as above
+//   kTooFewRows   value: DispatchArgs::label; rows of rank r: those needed, and Field::kMaxRows
+//   kTooManyRows  detail: expert_alignment; rows as above
 //   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
-//   kOtherRouting detail: token, k, RoutingComparison::where; value: the entry given; rows[0][0]: that of the plan
+//   kOtherRouting detail: token, k, RoutingComparison::where; value: the entry given; first of the rows: that of the
+//   plan
 struct ErrorFacts {
   int32_t detail[4];
   int64_t value;
-  int64_t rows[kMaxRanks][2];
 };
+using ErrorRows = int64_t[2];  // of one rank; an array by rank belongs to the facts
 
 // In device memory, all 0 at first. Written by kernels of this rank; the host also sets `aborted` and reads the byte
 // counters. "0 between operations": the last to arrive resets the counter.
 struct State {
-  uint64_t epoch;                     // last complete operation
-  uint64_t staged_epoch;              // last operation with `consumed` raised at its end
-  uint64_t pushed_epoch;              // last operation with `slots_free` raised at its end
-  uint64_t agreed;                    // last operation in which block 0 has found that all ranks agree
-  uint64_t bytes_read[kMaxRanks];     // a row and the whole metadata per received item, by rank of the inbox
-  uint64_t bytes_written[kMaxRanks];  // a sum and all weights per received item, by rank of the inbox
-  uint64_t bytes_sent[kMaxNodes];     // rows, metadata, sums and weights sent, by node of the rail peer
-  uint64_t lists_sent[kMaxNodes];     // [bytes] Calls, counts, items and tables sent, by node of the rail peer
+  uint64_t epoch;         // last complete operation
+  uint64_t staged_epoch;  // last operation with `consumed` raised at its end
+  uint64_t pushed_epoch;  // last operation with `slots_free` raised at its end
+  uint64_t agreed;        // last operation in which block 0 has found that all ranks agree
 #ifdef EP_PACE
   uint64_t wire_free;  // [1/8 ns] end of the last booking of the wire (pace.h)
 #endif
@@ -43,18 +40,23 @@ struct State {
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
   uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations, as the next
   uint32_t next_item;   // combine: items taken by turns (Pusher::take)
-  // With Config::masks, by rank. 1: masked, so nobody waits for the rank. Set by kernels and by the host.
-  int32_t masked[kMaxRanks];
-  uint64_t decided;  // last operation whose `absent` is final
-  uint32_t absent;   // a bit for each rank that takes no part in the operation `decided`
-  uint32_t error;    // Error of the operation under way, set by its first finder, or by a comparison of routings
-                     // before it; else 0 between operations
-  ErrorFacts facts;  // of `error`
+  uint64_t decided;     // last operation whose `absent` is final
+  uint32_t absent;      // a bit for each rank that takes no part in the operation `decided`
+  uint32_t error;       // Error of the operation under way, set by its first finder, or by a comparison of routings
+                        // before it; else 0 between operations
+  ErrorFacts facts;     // of `error`
 };
 
 // Counters and counts in device memory, all 0 at first. Written and read by this rank's blocks.
 struct StateArrays {
   State* state;
+  // Counters of bytes.
+  uint64_t* bytes_read;     // [num_ranks] a row and the whole metadata per received item, by rank of the inbox
+  uint64_t* bytes_written;  // [num_ranks] a sum and all weights per received item, by rank of the inbox
+  uint64_t* bytes_sent;     // [num_nodes] rows, metadata, sums and weights sent, by node of the rail peer
+  uint64_t* lists_sent;     // [num_nodes] Calls, counts, items and tables sent, by node of the rail peer
+  int32_t* masked;  // [num_ranks] with Config::masks. 1: nobody waits for the rank. Set by kernels and by the host
+  ErrorRows* error_rows;  // [num_ranks] of State::facts
   uint32_t* staged_done;  // [max_token_chunks] blocks with their tokens of the chunk staged; 0 between operations, as
                           // all counters here
   uint32_t* pushed_done;  // [max_pushed_chunks] blocks with their partial sums of the chunk stored
@@ -74,6 +76,12 @@ StateArrays carve_state(C& c, const Config& config, int num_blocks) {
   constexpr const char *kCounters = "counters", *kPerBlock = "counts by block";
   StateArrays arrays;
   c.take(arrays.state, kCounters, 1);
+  c.take(arrays.bytes_read, kCounters, config.num_ranks());
+  c.take(arrays.bytes_written, kCounters, config.num_ranks());
+  c.take(arrays.bytes_sent, kCounters, config.num_nodes);
+  c.take(arrays.lists_sent, kCounters, config.num_nodes);
+  c.take(arrays.masked, kCounters, config.masks ? config.num_ranks() : 0);
+  c.take(arrays.error_rows, kCounters, config.num_ranks());
   c.take(arrays.staged_done, kCounters, config.max_token_chunks());
   c.take(arrays.pushed_done, kCounters, config.max_pushed_chunks());
   const size_t others = config.num_others();
@@ -92,16 +100,32 @@ struct Report {
   uint64_t counted;  // ticket of the last dispatch with counted rows
   int64_t num_rows;  // rows of this dispatch's output
 
-  uint32_t aborted;           // 1: a kernel has aborted this rank; an abort by the host is not reported
-  uint32_t late[kRankWords];  // a bit per late rank: waited for in vain, or named by a rank that has aborted
+  uint32_t aborted;  // 1: a kernel has aborted this rank; an abort by the host is not reported. With ReportArrays::late
   int32_t operation, phase;
   uint32_t waited_ms;
   uint64_t epoch;
 
   uint32_t out_of_step;  // 1: ranks that differ may have different messages under way; no later operation runs
 
-  int32_t error;  // Error; the host sets it to 0 again
+  int32_t error;  // Error; the host sets it to 0 again. With ReportArrays::error_rows
   ErrorFacts facts;
 };
+
+struct ReportArrays {
+  Report* report;
+  uint64_t* late;         // [rank_words] RankSet of late ranks: waited for in vain, or named by a rank that has aborted
+  ErrorRows* error_rows;  // [num_ranks] of Report::facts
+  int64_t* counted_rows;  // [num_local_experts] rows per expert, valid if Report::num_rows > 0
+};
+
+// [host] Lay out the pinned memory of one rank, or measure it.
+inline ReportArrays carve_report(Cursor& c, const Config& config) {
+  ReportArrays reports;
+  reports.report = c.take<Report>(1);
+  reports.late = c.take<uint64_t>(config.rank_words());
+  reports.error_rows = c.take<ErrorRows>(config.num_ranks());
+  reports.counted_rows = c.take<int64_t>(config.num_local_experts());
+  return reports;
+}
 
 }  // namespace ep::cuda

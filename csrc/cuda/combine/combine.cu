@@ -143,7 +143,7 @@ __device__ void count_bytes(const Op& op, const CombineParams& params) {
   uint64_t num_items = 0;
 #pragma unroll 1
   for (int source = local; source < op.num_ranks(); source += op.ranks_per_node()) num_items += head.items_of(source);
-  op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
+  op.context.arrays.bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
 // Launched by Engine::combine: all blocks are resident at the same time, because they wait for each other. The second
@@ -268,7 +268,8 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   CombineParams params{};
   params.args = args;
   params.plan = read_plan(config, plan);
-  params.rail_blocks = is_direct() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
+  // Direct sums cross without rail blocks, which only signal then.
+  params.rail_blocks = is_direct() ? std::min(args.rail_blocks, config.least_rail_blocks()) : args.rail_blocks;
   // Share the tokens evenly: with few tokens every block takes one batch.
   const int blocks = num_sms_ - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };

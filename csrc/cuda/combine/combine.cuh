@@ -59,6 +59,7 @@ struct CombineMemory {
   Records items;                   // items to push
   Records tokens;                  // rows of Plan::tables, of the tokens to reduce
   PostedVerdict verdict;
+  int16_t* seen;     // [ranks_per_node] last chunk of `pushed` seen by the preparing warp
   uint32_t* pushed;  // [max_pushed_chunks] ChunkArrivals::in_block of `pushed` flags
   uint32_t* summed;  // [num_others * max_far_chunks] ChunkArrivals::in_block of `summed` flags
 
@@ -76,6 +77,7 @@ struct CombineMemory {
     memory.tokens = Records::carve(c, context.table_ints * 4);
     memory.verdict.posted = c.take<Verdict>(1);
     memory.verdict.barrier = c.take<uint64_t>(1);
+    memory.seen = c.take<int16_t>(context.config.ranks_per_node);
     memory.pushed = c.take<uint32_t>(context.max_pushed_chunks);
     memory.summed = c.take<uint32_t>(context.config.num_others() * context.max_far_chunks);
     return memory;
@@ -87,7 +89,7 @@ struct CombineMemory {
     memory.pipeline = pipeline.in(shared);
     set_base(shared, memory.positions, memory.sources.ranks, memory.sources.num_items, memory.far_ends,
              memory.far_shifts, memory.items.data, memory.items.barriers, memory.tokens.data, memory.tokens.barriers,
-             memory.verdict.posted, memory.verdict.barrier, memory.pushed, memory.summed);
+             memory.verdict.posted, memory.verdict.barrier, memory.seen, memory.pushed, memory.summed);
     return memory;
   }
 };

@@ -25,10 +25,10 @@ struct alignas(16) Task {
   int32_t
       progress_flag;  // of the sum; before summing, the team's warps count themselves in for all lower progress flags
   int16_t first_smem_stage;  // of its rows; the others follow
-  int8_t num_rows;           // number of addends
+  int16_t source;            // the rank that has written the combine weights
+  int8_t num_rows;           // number of addends, at most kMaxTopk
   int8_t num_own;            // addends that are this rank's rows: if there are several, their sum is rounded first
   int8_t first_own;          // the first of these
-  int8_t source;             // the rank that has written the combine weights
   bool stops;                // the last task of its team
 };
 

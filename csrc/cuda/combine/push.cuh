@@ -127,10 +127,10 @@ struct FarItems {
   const SourceOrder sources;
   int *const ends, *const shifts;  // [num_ranks] by source: the end of its items among all of this chunk; the number of
                                    // an item there, minus its number in the source's list
+  int later = 0;                   // of source `lane`: the end of the next chunk's items in its list
   const int lane, num_sources;     // sources on other nodes
   int chunk = -1;                  // this chunk
   int num_left = 0;                // items of later chunks
-  int later[kRankWords];           // of source `lane` + 32 * i: the end of the next chunk's items in its list
 
   // [warp] Begin before the first chunk. SourceOrder::fill has been called.
   __device__ FarItems(const Context& context, const Plan& plan, const CombineMemory& memory)
@@ -141,16 +141,14 @@ struct FarItems {
         shifts(memory.far_shifts),
         lane(threadIdx.x % 32),
         num_sources(kOneNode ? 0 : context.num_ranks - context.config.ranks_per_node) {
-#pragma unroll
-    for (int i = 0; i < kRankWords; ++i) later[i] = 0;
     if (num_sources == 0) return;
-#pragma unroll
-    for (int i = 0; i < kRankWords; ++i) {
-      if (lane + 32 * i < num_sources) ends[lane + 32 * i] = shifts[lane + 32 * i] = 0;
-      later[i] = first_of(i, 1);
+#pragma unroll 1
+    for (int i = lane; i < num_sources; i += 32) {
+      ends[i] = shifts[i] = 0;
       num_left += items_of(i);
     }
     num_left = __reduce_add_sync(~0u, num_left);
+    load_later(0);
   }
 
   // [warp] Go to the next chunk, and return the number of its items. There is one.
@@ -158,17 +156,18 @@ struct FarItems {
     int num = 0;
     ++chunk;
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kRankWords; ++i) {
-      const int at = lane + 32 * i, end = later[i];
-      const int up_to = num + inclusive_sum(at < num_sources ? end - (ends[at] - shifts[at]) : 0);
-      later[i] = first_of(i, chunk + 2);  // needed by the next call
-      if (at < num_sources) {
-        ends[at] = up_to;
-        shifts[at] = up_to - end;
+#pragma unroll 1
+    for (int i = lane; i - lane < num_sources; i += 32) {
+      const bool has = i < num_sources;
+      const int end = !has ? 0 : i == lane ? later : first_of(i, chunk + 1);
+      const int up_to = num + inclusive_sum(has ? end - (ends[i] - shifts[i]) : 0);
+      if (has) {
+        ends[i] = up_to;
+        shifts[i] = up_to - end;
       }
       num = __shfl_sync(~0u, up_to, 31);
     }
+    load_later(chunk + 1);
     num_left -= num;
     __syncwarp();
     return num;
@@ -185,16 +184,17 @@ struct FarItems {
  private:
   // [thread] Return the i-th source on other nodes.
   __device__ int source(int i) const { return sources.ranks[context.config.ranks_per_node + i]; }
-  // [thread] Return the items of the lane's i-th source.
-  __device__ int items_of(int i) const {
-    const int n = lane + 32 * i;
-    return n < num_sources ? sources.num_items[context.config.ranks_per_node + n] : 0;
-  }
-  // [thread] Return the number of the first item of the lane's i-th source in `chunk` or a later one. `chunk` > 0.
+  // [thread] Return the items of the i-th source.
+  __device__ int items_of(int i) const { return sources.num_items[context.config.ranks_per_node + i]; }
+  // [thread] Return the number of the first item of the i-th source in `chunk` or a later one. `chunk` > 0.
   __device__ int first_of(int i, int chunk) const {
     const int count = items_of(i);
     if (count == 0 || chunk >= context.num_far_chunks()) return count;
-    return __ldg(plan.chunk_begin + static_cast<size_t>(chunk) * context.num_ranks + source(lane + 32 * i));
+    return __ldg(plan.chunk_begin + static_cast<size_t>(chunk) * context.num_ranks + source(i));
+  }
+  // [warp] Start to load `later` of `chunk` for the next call. With more than 32 sources the others are loaded then.
+  __device__ void load_later(int chunk) {
+    if (lane < num_sources) later = first_of(lane, chunk + 1);
   }
 };
 
@@ -246,7 +246,7 @@ struct Pusher {
 
   // [thread] Return the index in the plan of an item.
   __device__ size_t index_of(const SourceOrder::Position& position) const {
-    return static_cast<size_t>(head.item_begin[position.source] + position.number);
+    return static_cast<size_t>(head.item_begin()[position.source] + position.number);
   }
 
   // [warp] Take the next batch, and start to load it.
@@ -265,7 +265,8 @@ struct Pusher {
     if (taken == end && !takes_own) {
       takes_own = true;
       taken = part.block, step = part.num_blocks;
-      end = head.item_begin[op.first_local_rank() + op.ranks_per_node()] - head.item_begin[op.first_local_rank()];
+      const int32_t* const begin_of_node = head.item_begin() + op.first_local_rank();
+      end = begin_of_node[op.ranks_per_node()] - begin_of_node[0];
       if (params.adds_own_rows) end -= head.items_of(op.rank());
       const int half = end / (2 * part.num_blocks);
       if (kOneNode && head.most_items <= kItemChunk && half > 0 && half <= kBatch / 2) {
@@ -317,11 +318,14 @@ struct Pusher {
     entered = chunk;
     if (!waits) return Verdict::kAgree;
     preparer.reach(progress_flags.pushed(chunk), false);
-    const uint64_t* flag = context.own.freed + lane * progress_flags.far + chunk - progress_flags.window;
-    const int owner = op.first_local_rank() + lane;
-    const bool ok =
-        wait_until(op, Phase::kFreeSlots, lane < op.ranks_per_node() ? flag : nullptr, op.epoch, owner, owner);
-    return ok ? Verdict::kAgree : Verdict::kAborted;
+#pragma unroll 1
+    for (int first = 0; first < op.ranks_per_node(); first += 32) {
+      const int local = first + lane, owner = op.first_local_rank() + local;
+      const uint64_t* flag = context.own.freed + local * progress_flags.far + chunk - progress_flags.window;
+      if (local >= op.ranks_per_node()) flag = nullptr;
+      if (!wait_until(op, Phase::kFreeSlots, flag, op.epoch, owner, owner)) return Verdict::kAborted;
+    }
+    return Verdict::kAgree;
   }
 
   // [warp] Take the first items, and start to load them. Wait for nothing. Keep one batch ahead of the tasks.
@@ -353,7 +357,7 @@ struct Pusher {
       task.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
       task.progress_flag =
           progress_flags.pushed(is_own ? progress_flags.far + position.number / kItemChunk : batch.chunk);
-      task.source = static_cast<int8_t>(position.source);
+      task.source = static_cast<int16_t>(position.source);
       if (params.args.combine_weights) task.combine_weights = combine_weights_of(op, position.source);
     }
     // Queue the tasks with their addends: the rows of y.
@@ -400,7 +404,7 @@ __device__ inline void push_weights(const Op& op, const CombineParams& params, c
   const bool expert_layout = head.has_expert_layout();
   int source = 0;
   for (int i = part.block * blockDim.x + threadIdx.x; i < head.num_items; i += part.num_blocks * blockDim.x) {
-    while (i >= head.item_begin[source + 1]) ++source;
+    while (i >= head.item_begin()[source + 1]) ++source;
     const Item item{params.plan.items + static_cast<size_t>(i) * context.item_ints, max_copies};
     float* to = context.inbox_holding(source, &Inbox::weights) + static_cast<size_t>(item.token()) * num_topk;
     for (int copy = 0; copy < item.num_copies(); ++copy) {

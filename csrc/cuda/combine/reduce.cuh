@@ -57,7 +57,7 @@ struct Reducer {
   CombineMemory& memory;
   const Part for_others;
   const int lane, num_tokens;
-  ChunkFlags pushed, sums_relayed;  // lane by local rank; lane by other node
+  int last_relayed = -1;        // last chunk of `sums_relayed` seen, of the other node `lane`
   int order, next_begin;        // of the next batch for others: its progress flag, its first token counted in the chunk
   int reached;                  // sum progress flags before which this block has no tokens left
   TokenBatch tokens{}, next{};  // to be queued, and behind it; from the first run() on
@@ -73,14 +73,11 @@ struct Reducer {
         for_others(for_others),
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
-        pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
-        sums_relayed(chunk_flags(context.own.sums_relayed, context.max_sum_chunks, context.num_others(), 0)),
         order(for_others.has_block() && params.plan.head->usable ? first_sum() : progress_flags().num_sums()),
         next_begin(context.num_nodes() > 1 ? begin_of(order) : 0),
         reached(order) {
-    // These flags are about the rail peers, and the relay of this rank raises them.
-    sums_relayed.rank = context.rail_peer(lane + (lane >= context.node));
-    sums_relayed.raiser = op.rank();
+#pragma unroll 1
+    for (int local = lane; local < op.ranks_per_node(); local += 32) memory.seen[local] = -1;
     memory.tokens.begin(INT32_MAX);
   }
 
@@ -140,26 +137,34 @@ struct Reducer {
   __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
-    // Lane l finds the last needed chunk of local rank l. All tokens of a batch for others are in one chunk.
+    // A lane finds the last needed chunk of its local rank. All tokens of a batch for others are in one chunk.
     const int far_chunk = is_own ? 0 : tokens.order / progress_flags().others;
-    int chunk_of_lane = -1;
 #pragma unroll 1
-    for (int local = 0; local < op.ranks_per_node(); ++local) {
-      // Own rows are read in place. Weights are not, and the flags cover them.
-      const bool is_here = is_own && params.adds_own_rows && local == context.local && !params.args.out_weights;
-      const int number = has_token && !is_here ? item_numbers[local] : -1;
-      const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
-      const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
-      if (lane == local) chunk_of_lane = needed;
+    for (int first = 0; first < op.ranks_per_node(); first += 32) {
+      int chunk_of_lane = -1;
+#pragma unroll 1
+      for (int local = first; local < min(first + 32, op.ranks_per_node()); ++local) {
+        // Own rows are read in place. Weights are not, and the flags cover them.
+        const bool is_here = is_own && params.adds_own_rows && local == context.local && !params.args.out_weights;
+        const int number = has_token && !is_here ? item_numbers[local] : -1;
+        const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
+        const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
+        if (lane == local - first) chunk_of_lane = needed;
+      }
+      const int local = first + lane, rank = op.first_local_rank() + local;
+      const uint64_t* const pushed = context.own.pushed + local * context.max_pushed_chunks;
+      if (!wait_for_chunks(op, Phase::kSums, pushed, chunk_of_lane, rank, rank, memory.seen[local])) return false;
     }
-    if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
     stamp(op, Step::kSums);
     if (context.num_nodes() == 1) return true;
     // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);
     const bool awaited = lane < context.num_others() && (all >> (lane + (lane >= context.node)) & 1);
     const int last = (tokens.begin + tokens.num - 1) >> context.config.log_sum_chunk;
-    return sums_relayed.wait(op, Phase::kNodeSums, awaited ? last : -1);
+    // These flags are about the rail peers, and the relay of this rank raises them.
+    return wait_for_chunks(op, Phase::kNodeSums, context.own.sums_relayed + lane * context.max_sum_chunks,
+                           awaited ? last : -1, context.rail_peer(lane + (lane >= context.node)), op.rank(),
+                           last_relayed);
   }
 
   // [thread] Return a loaded item of this rank.
@@ -189,7 +194,7 @@ struct Reducer {
     if (has_masks(context) && !wait()) return false;
     const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
     const auto has_addend = [&](int local) {
-      return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
+      return has_token && item_numbers[local] >= 0 && (!has_masks(context) || (masked >> local & 1) == 0);
     };
     // Find the own rows of the lane's token, if they are added here: values of its item. In rank layout that is a row.
     const PlanHead& head = *params.plan.head;
@@ -197,7 +202,7 @@ struct Reducer {
     const int own = memory.items.fetched * kBatch + lane % kBatch;  // record of the item
     int num_own = adds_own_rows;
     if (__any_sync(~0u, adds_own_rows)) {
-      const int index = head.item_begin[op.rank()] + (adds_own_rows ? item_numbers[context.local] : 0);
+      const int index = head.item_begin()[op.rank()] + (adds_own_rows ? item_numbers[context.local] : 0);
       if (head.has_expert_layout()) {
         memory.items.fetch([&](int) { return params.plan.items + static_cast<size_t>(index) * context.item_ints; },
                            tokens.num);

@@ -93,6 +93,7 @@ __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, cha
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
   const PlanHead& head = *plan_of_block(op, params, shared).head;
+  const int32_t* const item_begin = head.item_begin();
   const bool expert_layout = head.has_expert_layout();
   const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * Team::kWarps;
   int together = params.is_direct() ? 4 : 32;  // items of a warp
@@ -101,7 +102,7 @@ __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, cha
   const auto item_at = [&](int index) {
     return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
   };
-  StagedFlags staged;
+  StagedFlags staged = staged_flags(op, params, shared);
   if (params.metadata_bytes > 0 && params.pulls) staged.look(op);
 #pragma unroll 1
   for (int first = together * (op.block + op.num_blocks * Team::warp()); first < num_items;
@@ -111,14 +112,14 @@ __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, cha
     int source = 0, token = -1;
     // Find the item's source, and keep the item in a new plan.
     if (params.is_direct()) {
-      if (lane < num_together) find_item(params.direct_plan.in(shared), index, source, token);
+      if (lane < num_together) find_item(op, params.direct_plan.in(shared), index, source, token);
       write_items(op, params, shared, source, token, item_at(index).data);
     } else if (lane < num_together) {
-      source = head.source_of(index);
+      source = head.source_of(index, op.num_ranks());
       const Item item = item_at(index);
       if (params.new_plan) {
         const auto* from =
-            reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - head.item_begin[source]));
+            reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - item_begin[source]));
 #pragma unroll 4
         for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
       }
@@ -129,12 +130,12 @@ __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, cha
     if (context.num_far_chunks() > 1 && params.new_plan) {
       int before = __shfl_up_sync(~0u, token, 1);
       if (lane < num_together && context.node_of(source) != context.node) {
-        const int number = index - head.item_begin[source];
+        const int number = index - item_begin[source];
         if (number == 0)
           before = -1;
         else if (lane == 0)
           before = *item_at_source(context, source, op.rank(), number - 1);
-        keep_chunks(context, params.plan, source, number, index + 1 == head.item_begin[source + 1], before, token);
+        keep_chunks(context, params.plan, source, number, index + 1 == item_begin[source + 1], before, token);
       }
     }
     // Wait for the metadata, and deliver the weights.

@@ -128,7 +128,7 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   uint64_t num_items = 0;
 #pragma unroll 1
   for (int source = local; source < op.num_ranks(); source += config.ranks_per_node) num_items += head.items_of(source);
-  op.context.state->bytes_read[op.first_local_rank() + local] +=
+  op.context.arrays.bytes_read[op.first_local_rank() + local] +=
       num_items * (params.args.row_bytes + params.metadata_bytes);
 }
 
@@ -220,8 +220,9 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
   // Divide shared memory: a direct plan, the scratch of another plan and later the pull warps' rings, the stage warps'
-  // counters.
-  const size_t counters = round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment);
+  // counters, the chunks seen by each warp.
+  params.seen_at = static_cast<uint32_t>(round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment));
+  const size_t counters = params.seen_at + kBlockWarps * config.num_ranks() * sizeof(int16_t);
   size_t room = kUsableShared - counters, shared = 0;
   if (params.is_direct()) {
     Cursor c;

@@ -119,6 +119,7 @@ struct DispatchParams {
   bool bulk_scales;             // the last piece of a row takes its scales along
   uint32_t rings_at;            // [bytes] from the start of shared memory to the pull warps' memory for pulls
   uint32_t counters_at;         // [bytes] from the start of shared memory to the stage warps' counters
+  uint32_t seen_at;             // [bytes] from there to int16 [kBlockWarps, num_ranks] for StagedFlags
 
   // [host] [thread] Return whether the new plan is a direct plan (direct.cuh): each launch makes it anew.
   __host__ __device__ bool is_direct() const { return kDirect || (kExtras && direct); }

@@ -74,7 +74,8 @@ struct Puller {
         memory(memory_of(op, params, shared)),
         num_items(plan_of_block(op, params, shared).head->num_items),
         num(first < num_items ? (num_items - 1 - first) / step + 1 : 0),
-        room(pieces.num_places) {
+        room(pieces.num_places),
+        staged(staged_flags(op, params, shared)) {
     if (params.is_direct()) {
       memory.records.num = num;  // they are written here, not loaded: they need no mbarriers
       return;
@@ -112,9 +113,9 @@ struct Puller {
     memory.records.fill([&](int n) {
       if (n < 0) return;
       Origin& origin = origin_of(n);
-      const int at = plan.head->item_begin[op.rank()] + first + n * step;
+      const int at = plan.head->item_begin()[op.rank()] + first + n * step;
       origin.index = at < num_items ? at : at - num_items;
-      find_item(plan, origin.index, origin.source, origin.token);
+      find_item(op, plan, origin.index, origin.source, origin.token);
     });
   }
 
@@ -134,7 +135,7 @@ struct Puller {
     memory.records.fetch([&](int n) -> const int32_t* {
       const ItemOrder::Position position = position_of(n);
       Origin& origin = origin_of(n);
-      origin.index = head.item_begin[position.source] + position.number;
+      origin.index = head.item_begin()[position.source] + position.number;
       origin.source = position.source;
       if (params.new_plan) return item_at_source(op.context, position.source, op.rank(), position.number);
       return params.plan.items + static_cast<size_t>(origin_of(n).index) * op.context.item_ints;

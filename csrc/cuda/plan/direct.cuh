@@ -21,6 +21,12 @@ __device__ inline Plan plan_of_block(const Op& op, const DispatchParams& params,
   return plan;
 }
 
+// [warp] Return this warp's flags of staged chunks, with none seen.
+__device__ inline StagedFlags staged_flags(const Op& op, const DispatchParams& params, char* shared) {
+  auto* const seen = reinterpret_cast<int16_t*>(shared + params.counters_at + params.seen_at);
+  return {op, seen + threadIdx.x / 32 * op.num_ranks()};
+}
+
 // A barrier between the pull warps, who arrive with a direct plan, and the stage warps, who wait for it.
 constexpr int kDirectPlanBarrier = 3;
 
@@ -83,10 +89,9 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 // has a limit: it then aborts this rank, and the verdict becomes kAborted, also for the other planners. Ends with a
 // barrier of the planners.
 //
-// A warp takes a word of tokens at a time, a token per lane. Own tokens come first: their choices are here early, and
-// while those of other ranks travel, this code gets into the instruction cache.
+// A warp takes a word of tokens at a time, a token per lane; a rank has a bit, and then a lane. Own tokens come first:
+// their choices are here early, and while those of other ranks travel, this code gets into the instruction cache.
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, char* shared) {
-  static_assert(kMaxLocal <= 32, "a lane per rank, and a bit");
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
   const DirectPlan plan = params.direct_plan.in(shared);
   const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
@@ -226,11 +231,11 @@ __device__ inline void write_direct_head(const Op& op, const DispatchParams& par
   PlanHead& head = *plan.head;
   const int items = lane < op.num_ranks() ? plan.items_of(lane) : 0, up_to = inclusive_sum(items);
   const int most_items = __reduce_max_sync(~0u, items);
-  if (lane < op.num_ranks()) head.item_begin[lane] = up_to - items;
+  if (lane < op.num_ranks()) head.item_begin()[lane] = up_to - items;
   const int num_items = __shfl_sync(~0u, up_to, 31);
   if (lane == 0) {
     head.num_items = num_items;
-    head.item_begin[op.num_ranks()] = num_items;
+    head.item_begin()[op.num_ranks()] = num_items;
     if (params.args.layout == Layout::kRank) head.num_rows = num_items;
     head.num_addends = addends;
     head.most_items = most_items;
@@ -242,7 +247,7 @@ __device__ inline void write_direct_head(const Op& op, const DispatchParams& par
 
 // [warp] Make the plan unusable: without items and rows. Called in the first warp, once the head is written.
 __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
-  for (int source = threadIdx.x; source <= num_ranks; source += 32) head.item_begin[source] = 0;
+  for (int source = threadIdx.x; source <= num_ranks; source += 32) head.item_begin()[source] = 0;
   if (threadIdx.x == 0) head.num_items = head.most_items = head.num_rows = head.num_addends = head.usable = 0;
 }
 
@@ -264,7 +269,7 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
   const bool usable = plan.head->usable;
   const auto* from = reinterpret_cast<const int32_t*>(plan.head);
 #pragma unroll 1
-  for (int i = lane; i < static_cast<int>(sizeof(PlanHead) / sizeof(int32_t)); i += 32)
+  for (int i = lane; i < PlanHead::num_ints(op.num_ranks()); i += 32)
     reinterpret_cast<int32_t*>(params.plan.head)[i] = from[i];
 #pragma unroll 1
   for (int e = lane; e < num_local; e += 32) {
@@ -273,7 +278,7 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
     params.plan.expert_rows[e] = tokens;
     params.plan.expert_begin[e] = plan.expert_begin[e];
     params.write_counts(e, tokens, padded);
-    if (params.args.num_rows < 0) op.context.counted_rows[e] = padded;
+    if (params.args.num_rows < 0) op.context.reports.counted_rows[e] = padded;
   }
   if (lane == 0) params.plan.expert_begin[num_local] = plan.expert_begin[num_local];
   __syncwarp();
@@ -353,9 +358,9 @@ __device__ inline Verdict wait_for_direct_plan(const DispatchParams& params, cha
 }
 
 // [thread] Find item `index` of a usable plan: its source, and its token there.
-__device__ inline void find_item(const DirectPlan& plan, int index, int& source, int& token) {
-  source = plan.head->source_of(index);
-  token = plan.token_of(source, index - plan.head->item_begin[source]);
+__device__ inline void find_item(const Op& op, const DirectPlan& plan, int index, int& source, int& token) {
+  source = plan.head->source_of(index, op.num_ranks());
+  token = plan.token_of(source, index - plan.head->item_begin()[source]);
 }
 
 // [warp] Write up to 32 items to `data`: each lane passes one, for `token` of `source`. Lanes without an item come

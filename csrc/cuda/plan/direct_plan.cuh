@@ -33,7 +33,7 @@ struct DirectPlan {
     p.choices_per_token = config.choices_per_token();
     p.source_words = (config.max_tokens + 31) / 32;
     p.words = static_cast<int>(ranks) * p.source_words;
-    p.head = c.take<PlanHead>(1);
+    p.head = PlanHead::take(c, config);
     p.verdict = c.take<Verdict>(1);
     p.decided = c.take<int>(1);
     p.expert_rows = c.take<int32_t>(experts);

@@ -129,7 +129,7 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
         params.plan.expert_rows[e] = static_cast<int>(tokens);
         params.plan.expert_begin[e] = static_cast<int>(group);
         params.write_counts(e, static_cast<int>(tokens), static_cast<int>(padded));
-        if (params.args.num_rows < 0) op.context.counted_rows[e] = padded;
+        if (params.args.num_rows < 0) op.context.reports.counted_rows[e] = padded;
       }
     }
     begin += __shfl_sync(~0u, sum, 31);
@@ -146,18 +146,15 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int rank = warp; rank < op.num_ranks(); rank += PullWarps::kWarps) {
-    // Start these loads before the layout; their values are used after it.
+    // Start the first loads before the layout; their values are used after it.
     const auto items_of = [&](int source) {
       return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
     };
     const int max_rows = field_of(op, rank, Field::kMaxRows);
-    int items[kRankWords];
-#pragma unroll
-    for (int word = 0; word < kRankWords; ++word) items[word] = items_of(32 * word + lane);
+    int num_items = items_of(lane);
     const int64_t rows = lay_out_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
-    int num_items = 0;
-#pragma unroll
-    for (int word = 0; word < kRankWords; ++word) num_items += items[word];
+#pragma unroll 4
+    for (int source = lane + 32; source < op.num_ranks(); source += 32) num_items += items_of(source);
     num_items = __reduce_add_sync(~0u, num_items);
     if (lane == 0) {
       scratch.needed[rank] = params.args.layout == Layout::kRank ? num_items : rows;
@@ -194,8 +191,8 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
     facts.value = params.args.label;
 #pragma unroll 1
     for (int rank = lane; rank < op.num_ranks(); rank += 32) {
-      facts.rows[rank][0] = scratch.needed[rank];
-      facts.rows[rank][1] = scratch.max_rows[rank];
+      context.arrays.error_rows[rank][0] = scratch.needed[rank];
+      context.arrays.error_rows[rank][1] = scratch.max_rows[rank];
     }
     __threadfence();
   }
@@ -231,14 +228,14 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     addends += has_counts ? __ldcg(&own_counts(op, rail_peer).num_items(op.first_local_rank() + source % locals)) : 0;
     if (op.context.node_of(min(source, op.num_ranks() - 1)) == op.context.node) most_items = max(most_items, received);
     const int up_to = end + inclusive_sum(received);
-    if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
+    if (source < op.num_ranks()) head.item_begin()[source] = up_to - received;
     end = __shfl_sync(~0u, up_to, 31);
   }
   addends = __reduce_add_sync(~0u, addends);
   most_items = __reduce_max_sync(~0u, most_items);
   // Write the head.
   if (lane == 0) {
-    head.item_begin[op.num_ranks()] = end;
+    head.item_begin()[op.num_ranks()] = end;
     head.num_items = end;
     head.num_addends = addends;
     head.most_items = most_items;

@@ -15,26 +15,41 @@ struct alignas(16) PlanSizes {
   int32_t num_addends;  // partial sums that a combine brings to this rank's inboxes
 };
 
-// Start of a plan, for all later kernels with it. Written by block 0: in write_head, and other blocks read it after
-// `listed` of this rank; or in publish_plan, and each block has a head of its own in this operation.
+// Start of a plan, for all later kernels with it, and behind it in memory `item_begin`. Written by block 0: in
+// write_head, and other blocks read it after `listed` of this rank; or in publish_plan, and each block has a head of
+// its own in this operation.
 struct PlanHead : PlanSizes {
-  int32_t made;                       // epoch of its dispatch, low 32 bits
-  int32_t layout;                     // Layout of the output
-  int32_t usable;                     // 0: the rows do not fit, or the ranks differ; then the plan has no items
-  int32_t item_begin[kMaxRanks + 1];  // first item of each source rank, then the end
+  int32_t made;    // epoch of its dispatch, low 32 bits
+  int32_t layout;  // Layout of the output
+  int32_t usable;  // 0: the rows do not fit, or the ranks differ; then the plan has no items
+
+  // [host] Take the memory of a head.
+  static PlanHead* take(Cursor& c, const Config& config) {
+    return reinterpret_cast<PlanHead*>(c.take<int32_t>(num_ints(config.num_ranks())));
+  }
+  // [host] [thread] Return the number of int32 of a head.
+  EP_HOST_DEVICE static int num_ints(int num_ranks) {
+    return static_cast<int>(sizeof(PlanHead) / sizeof(int32_t)) + num_ranks + 1;
+  }
 
 #ifdef __CUDACC__
+  // [num_ranks + 1] first item of each source rank, then the end.
+  __device__ int32_t* item_begin() { return reinterpret_cast<int32_t*>(this + 1); }
+  __device__ const int32_t* item_begin() const { return reinterpret_cast<const int32_t*>(this + 1); }
   // [thread] Return whether the output has a row for each local expert of a token: expert and decode layout.
   __device__ bool has_expert_layout() const { return layout != static_cast<int32_t>(Layout::kRank); }
   // [thread] Return the source of item `index`, one of num_items.
-  __device__ int source_of(int index) const {
+  __device__ int source_of(int index, int num_ranks) const {
     int source = 0;
 #pragma unroll 1
-    while (index >= item_begin[source + 1]) ++source;
+    for (int end = num_ranks; end - source > 1;) {
+      const int middle = (source + end) / 2;
+      (index < item_begin()[middle] ? end : source) = middle;
+    }
     return source;
   }
   // [thread] Return the number of items of a source.
-  __device__ int items_of(int source) const { return item_begin[source + 1] - item_begin[source]; }
+  __device__ int items_of(int source) const { return item_begin()[source + 1] - item_begin()[source]; }
 #endif
 };
 
@@ -63,7 +78,7 @@ struct Plan {
 // [host] Lay out a plan for `capacity` received items, or measure it.
 inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   Plan plan;
-  plan.head = c.take<PlanHead>(1);
+  plan.head = PlanHead::take(c, config);
   plan.expert_rows = c.take<int32_t>(config.num_local_experts());
   plan.expert_begin = c.take<int32_t>(config.num_local_experts() + 1);
   const size_t tokens = config.max_tokens, tokens_of_nodes = config.num_nodes > 1 ? tokens : 0;

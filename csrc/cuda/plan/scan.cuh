@@ -9,8 +9,7 @@
 //
 //   choices [lane][k]     topk_idx as int16: the expert of each column, -1 for none
 //   marks [expert]        a bit per lane with this expert; the bits of lower lanes count its earlier tokens
-//   ranks (register)      a bit per rank with an expert of the lane's token
-//   numbers [rank][lane]  the number of the lane's item at the rank
+//   rank_marks [rank]     the same by rank; the bits of lower lanes count its earlier items
 #pragma once
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/plan/item.cuh"
@@ -21,17 +20,18 @@ constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
 
 // Shared memory of a planning block. Written and read by its pull warps.
 struct Scratch {
-  int* expert_offset;  // [plan_warps, num_experts] in turn: tokens of each warp; tokens of the block before the warp;
-                       // the row of the warp's next token
-  uint32_t* marks;     // [plan_warps, num_experts] a bit per lane of the batch; 0 between batches
-  int* rank_offset;    // [plan_warps, num_ranks] in turn: items of each warp; items of the block before the warp
-  int16_t* choices;    // [plan_warps, 32, choices_per_token]
-  int* numbers;        // [plan_warps, num_ranks, 32] numbers of the batch's items, by rank and lane
-  int* expert_before;  // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
-  int* expert_total;   // [num_experts] tokens of all ranks
-  int64_t* needed;     // [num_ranks] output rows of each rank
-  int* max_rows;       // [num_ranks] rows in the output of each rank, -1: the output is made later
-  int32_t** items;     // [num_ranks] this rank's items for each rank: its inbox, or items_out for another node
+  int* expert_offset;    // [plan_warps, num_experts] in turn: tokens of each warp; tokens of the block before the warp;
+                         // the row of the warp's next token
+  uint32_t* marks;       // [plan_warps, num_experts] a bit per lane of the batch; 0 between batches
+  int* rank_offset;      // [plan_warps, num_ranks] in turn: items of each warp; items of the block before the warp; the
+                         // number of the warp's next item
+  uint32_t* rank_marks;  // [plan_warps, num_ranks] a bit per lane of the batch; 0 between batches
+  int16_t* choices;      // [plan_warps, 32, choices_per_token]
+  int* expert_before;    // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
+  int* expert_total;     // [num_experts] tokens of all ranks
+  int64_t* needed;       // [num_ranks] output rows of each rank
+  int* max_rows;         // [num_ranks] rows in the output of each rank, -1: the output is made later
+  int32_t** items;       // [num_ranks] this rank's items for each rank: its inbox, or items_out for another node
   int choices_per_token;  // num_topk, rounded up to whole vectors
 
   // [host] [block] Lay out the scratch, or measure it.
@@ -42,8 +42,8 @@ struct Scratch {
     s.expert_offset = c.take<int>(warps * experts);
     s.marks = c.take<uint32_t>(warps * experts);
     s.rank_offset = c.take<int>(warps * ranks);
+    s.rank_marks = c.take<uint32_t>(warps * ranks);
     s.choices = c.take<int16_t>(warps * 32 * s.choices_per_token);
-    s.numbers = c.take<int>(warps * ranks * 32);
     s.expert_before = c.take<int>(experts);
     s.expert_total = c.take<int>(experts);
     s.needed = c.take<int64_t>(ranks);
@@ -53,23 +53,12 @@ struct Scratch {
   }
 };
 
-// A bit per rank: the receivers of one token.
-struct RankSet {
-  uint64_t bits = 0;
-  static_assert(kMaxRanks <= 64, "a bit per rank: more ranks need more words");
-
-  __device__ void add(int rank) { bits |= uint64_t{1} << rank; }
-  __device__ bool has(int rank) const { return bits >> rank & 1; }
-  // [thread] Return the bits of ranks [first, first + num), from bit 0 on.
-  __device__ uint64_t among(int first, int num) const { return bits >> first & ((uint64_t{1} << num) - 1); }
-};
-
 // One warp's part of the scratch, and its tokens [begin, end).
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
-  int *expert_offset, *rank_offset, *numbers;
-  uint32_t* marks;
+  int *expert_offset, *rank_offset;
+  uint32_t *marks, *rank_marks;
   int16_t* choices;
   int choices_per_token, begin, end;
   uint32_t inverse;  // 2^32 / num_local_experts, rounded up; for rank_of
@@ -81,9 +70,9 @@ struct Scan {
     expert_offset = scratch.expert_offset + warp * experts;
     marks = scratch.marks + warp * experts;
     rank_offset = scratch.rank_offset + warp * context.num_ranks;
+    rank_marks = scratch.rank_marks + warp * context.num_ranks;
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
-    numbers = scratch.numbers + warp * context.num_ranks * 32;
     const int batches = (num_tokens + 31) / 32, per_block = (batches + params.plan_blocks - 1) / params.plan_blocks;
     const int first = op.block * per_block, last = first + per_block;
     const int per_warp = (per_block + params.plan_warps - 1) / params.plan_warps;
@@ -100,10 +89,10 @@ struct Scan {
   // [thread] Return the choices of the lane's token.
   __device__ int16_t* lane_choices() const { return choices + threadIdx.x % 32 * choices_per_token; }
 
-  // [warp] Load a batch into shared memory, beginning with token `first`, and mark its experts. The marks are 0 before.
-  // Return the ranks of the lane's token. An invalid or repeated entry counts as -1. With `checks` it is kept as a
-  // error.
-  __device__ RankSet load(int first, bool checks) const {
+  // [warp] Load a batch into shared memory, beginning with token `first`, and mark its experts and ranks. The marks are
+  // 0 before. Return a bit for each node with an expert of the lane's token. An invalid or repeated entry counts as -1.
+  // With `checks` it is kept as a error.
+  __device__ uint32_t load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
     // Read the entries in the order of memory, so a lane has entries of several tokens. Several loads overlap: each
@@ -128,7 +117,7 @@ struct Scan {
     }
     __syncwarp();
     // Mark the experts of the lane's own token.
-    RankSet ranks;
+    uint32_t nodes = 0;
     if (lane < num)
 #pragma unroll 1
       for (k = 0; k < num_topk; ++k) {
@@ -138,19 +127,26 @@ struct Scan {
           if (checks) record_bad_topk_idx(context, first + lane, k, true, expert);
           lane_choices()[k] = -1;
         } else {
-          ranks.add(rank_of(expert));
+          const int rank = rank_of(expert);
+          atomicOr(rank_marks + rank, 1u << lane);
+          nodes |= 1u << context.node_of(rank);
         }
       }
     __syncwarp();
-    return ranks;
+    return nodes;
   }
 
-  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. The
-  // lowest lane with an expert does it for this expert, at the expert's column.
+  // [warp] Advance expert_offset and rank_offset past the batch, and clear its marks. Called after the last use of the
+  // marks. The lowest lane with an expert does it for this expert, at the expert's column.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     const bool has_token = first + lane < end;
     __syncwarp();
+#pragma unroll 1
+    for (int rank = lane; rank < context.num_ranks; rank += 32) {
+      rank_offset[rank] += __popc(rank_marks[rank]);
+      rank_marks[rank] = 0;
+    }
 #pragma unroll 1
     for (int k = 0; k < context.config.num_topk; ++k) {
       const int expert = has_token ? lane_choices()[k] : -1;
@@ -165,30 +161,6 @@ struct Scan {
   }
 };
 
-// [thread] Add to counts[which]. The array stays in registers, because all indices are constants.
-__device__ inline void add_to(int (&counts)[kRankWords], int which, int count) {
-#pragma unroll
-  for (int word = 0; word < kRankWords; ++word) counts[word] += word == which ? count : 0;
-}
-
-// [thread] Return counts[which]. The array stays in registers.
-__device__ inline int get_from(const int (&counts)[kRankWords], int which) {
-  int count = counts[0];
-#pragma unroll
-  for (int word = 1; word < kRankWords; ++word) count = word == which ? counts[word] : count;
-  return count;
-}
-
-// [thread] Return a bit for each other node with one of the ranks.
-__device__ inline uint32_t other_nodes(const Context& context, const RankSet& ranks) {
-  const int locals = context.config.ranks_per_node;
-  uint32_t nodes = 0;
-#pragma unroll 1
-  for (int node = 0; node < context.num_nodes(); ++node)
-    if (node != context.node && ranks.among(node * locals, locals) != 0) nodes |= 1u << node;
-  return nodes;
-}
-
 // [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Write sent_nodes to the
 // plan. Called by the pull warps of a planning block. Ends with a barrier of the pull warps.
 __device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
@@ -197,42 +169,38 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     const Scan scan(op, params, scratch, warp);
     // Clear this warp's scratch.
     for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_offset[e] = 0, scan.marks[e] = 0;
+    for (int rank = lane; rank < op.num_ranks(); rank += 32) scan.rank_offset[rank] = scan.rank_marks[rank] = 0;
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
-    int num_items[kRankWords] = {};  // items of rank 32 * word + lane
-    // Count batch by batch. `finish` counts the tokens of each expert.
+    // Count batch by batch: `finish` does.
     for (int first = scan.begin; first < scan.end; first += 32) {
-      const RankSet ranks = scan.load(first, true);
+      const uint32_t nodes = scan.load(first, true);
       if (op.context.num_nodes() > 1 && first + lane < scan.end)
-        params.plan.sent_nodes[first + lane] = other_nodes(op.context, ranks);
+        params.plan.sent_nodes[first + lane] = nodes & ~(1u << op.context.node);
       scan.finish(first);
-#pragma unroll 1
-      for (int rank = 0; rank < op.num_ranks(); ++rank) {
-        const int num_together = __popc(__ballot_sync(~0u, ranks.has(rank)));
-        if (lane == rank % 32) add_to(num_items, rank / 32, num_together);
-      }
     }
-#pragma unroll
-    for (int word = 0; word < kRankWords; ++word)
-      if (32 * word + lane < op.num_ranks()) scan.rank_offset[32 * word + lane] = num_items[word];
   }
   PullWarps::sync();
 }
 
-// [thread] Count a token's experts in [first, expert). `choices`: of the token, in num_vectors vectors.
-__device__ int count_between(const int16_t* choices, int num_vectors, int first, int expert) {
-  int count = 0;
+// [thread] Count a token's experts in [first, first + num), and those of them below `expert`. `choices`: of the token,
+// in num_vectors vectors.
+__device__ int2 count_local(const int16_t* choices, int num_vectors, int first, int num, int expert) {
+  int count = 0, below = 0;
+  const auto add = [&](int choice) {
+    count += static_cast<uint32_t>(choice - first) < static_cast<uint32_t>(num);
+    below += static_cast<uint32_t>(choice - first) < static_cast<uint32_t>(expert - first);
+  };
   for (int v = 0; v < num_vectors; ++v) {
     const uint4 vector = reinterpret_cast<const uint4*>(choices)[v];
     const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int low = static_cast<int16_t>(words[i]), high = static_cast<int>(words[i]) >> 16;
-      count += static_cast<uint32_t>(low - first) < static_cast<uint32_t>(expert - first);
-      count += static_cast<uint32_t>(high - first) < static_cast<uint32_t>(expert - first);
+      add(static_cast<int16_t>(words[i]));
+      add(static_cast<int>(words[i]) >> 16);
     }
   }
-  return count;
+  return {count, below};
 }
 
 // [thread] Write the node of each of a token's columns to the plan, for combines.
@@ -268,19 +236,19 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       context.arrays.block_num_tokens + static_cast<size_t>(op.block) * config.num_experts;
   for (int e = lane; e < config.num_experts; e += 32)
     scan.expert_offset[e] += scratch.expert_before[e] + __ldcg(block_num_tokens + e);
-  int next_number[kRankWords] = {};  // number of the next item at rank 32 * word + lane
-#pragma unroll
-  for (int word = 0; word < kRankWords; ++word)
-    if (const int rank = 32 * word + lane; rank < op.num_ranks())
-      next_number[word] =
-          scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
+  for (int rank = lane; rank < op.num_ranks(); rank += 32)
+    scan.rank_offset[rank] += __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
   __syncwarp();
+  const uint32_t lower_lanes = (1u << lane) - 1;
+  const auto number_at = [&](int rank) {  // of the lane's item
+    return scan.rank_offset[rank] + __popc(scan.rank_marks[rank] & lower_lanes);
+  };
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
-    const RankSet ranks = scan.load(first, false);
-    // Number the items of the batch, rank by rank. Begin each item: its token, and its number of copies.
+    scan.load(first, false);
+    // Write the numbers of the token's items to the tables.
 #pragma unroll 1
-    for (int node = 0; node < op.context.num_nodes(); ++node) {
+    for (int node = 0; token < scan.end && node < op.context.num_nodes(); ++node) {
       int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
                                                                               config.max_tokens * context.table_ints
                                                    : context.local_rail_buffer(node, &RailArrays::table_out)) +
@@ -288,19 +256,11 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
 #pragma unroll 1
       for (int local = 0; local < locals; ++local) {
         const int rank = node * locals + local;
-        const bool goes = ranks.has(rank);
-        const int begin = rank * num_local;
-        const uint32_t lanes = __ballot_sync(~0u, goes);
-        const int number =
-            __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
-        if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
-        if (token < scan.end) table[local] = goes ? number : -1;
-        scan.numbers[rank * 32 + lane] = number;
-        if (!goes) continue;
-        item_of(rank, number).begin(token, count_between(scan.lane_choices(), num_vectors, begin, begin + num_local));
+        table[local] = scan.rank_marks[rank] >> lane & 1 ? number_at(rank) : -1;
       }
     }
-    // Write the copies. A copy's position in its item is the number of the token's lower experts on the same rank.
+    // Write the items, copy by copy. The first copy begins the item. A copy's position in its item is the number of the
+    // token's lower experts on the same rank.
     uint32_t used = 0, *sent_k = params.plan.sent_k + token;
     if (token < scan.end)
 #pragma unroll 1
@@ -310,9 +270,10 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         if (expert < 0) continue;
         used |= 1u << k % 32;
         const int rank = scan.rank_of(expert), begin = rank * num_local;
-        const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
-        const int copy = count_between(scan.lane_choices(), num_vectors, begin, expert);
-        const Item item = item_of(rank, scan.numbers[rank * 32 + lane]);
+        const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & lower_lanes);
+        const auto [copies, copy] = count_local(scan.lane_choices(), num_vectors, begin, num_local, expert);
+        const Item item = item_of(rank, number_at(rank));
+        if (copy == 0) item.begin(token, copies);
         item.value(copy) = expert_layout ? row : expert - begin;
         item.k(copy) = static_cast<uint8_t>(k);
       }

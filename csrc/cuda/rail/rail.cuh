@@ -1,6 +1,6 @@
 // The rail blocks of a rank. Their first warps are relays, one for each other node: a relay waits for data of the rail
 // peer there, and raises ordinary flags for it on this node. All other warps are senders: they put this rank's data to
-// its rail peers. One rail block has 15 or 16 warps, more than kMaxNodes - 1 relays, so there is always a sender.
+// its rail peers. There are so many rail blocks (Config::least_rail_blocks) that there is always a sender.
 //
 //   sender                                           relay for node m, on the receiving rank
 //   `inbox_free` -> rail peers                       (senders wait for it)
@@ -82,9 +82,10 @@ struct RailWarp {
   // Called in relays.
   __device__ void raise(uint64_t* local_flags, int num = 1) const {
     __syncwarp();
-    if (lane < op.ranks_per_node()) {
+#pragma unroll 1
+    for (int local = lane; local < op.ranks_per_node(); local += 32) {
       ptx::fence_system();
-      for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(local_flags + i, lane), op.epoch);
+      for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(local_flags + i, local), op.epoch);
     }
     __syncwarp();
   }
@@ -165,7 +166,7 @@ struct RailWarp {
     for (int i = sender(); i < num_others; i += num_senders) {
       const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
       int32_t* const counts = own_counts(op, op.rank()).data;
-      count_bytes(context.state->lists_sent, node(i), counts_bytes + kCallBytes);
+      count_bytes(context.arrays.lists_sent, node(i), counts_bytes + kCallBytes);
       if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
       wire().put(node(i), arriving_call(op.context.remote_rail_buffer(node(i), &RailArrays::call)), call, kCallBytes);
       signal_alone(node(i), flag_at(node(i), context.own.call_arrived));

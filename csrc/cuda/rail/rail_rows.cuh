@@ -5,6 +5,8 @@
 
 namespace ep::cuda::EP_KERNELS {
 
+static_assert(kRailWarps <= kBlockWarps);
+
 struct DispatchRailWarp : RailWarp {
   // The maximum number of chunks of rows sent before the items of a new plan. A sender that does not wait for its puts
   // to cross could post all rows first, but no rank there pulls a row before it has all items.
@@ -19,7 +21,7 @@ struct DispatchRailWarp : RailWarp {
     for (uint32_t offset = 0; offset < bytes; offset += kPiece, ++piece) {
       if (piece % num_senders != sender()) continue;
       const uint32_t piece_bytes = min(kPiece, bytes - offset);
-      count_bytes(context.state->lists_sent, node, piece_bytes);
+      count_bytes(context.arrays.lists_sent, node, piece_bytes);
       wire().put(node, remote + offset / 4, local + offset / 4, piece_bytes);
     }
   }
@@ -32,7 +34,7 @@ struct DispatchRailWarp : RailWarp {
       const int to = node(i);
       int piece = 0;
       if (has_messages() && sender() == 0)
-        count_bytes(context.state->lists_sent, to,
+        count_bytes(context.arrays.lists_sent, to,
                     config.max_tokens * (op.ranks_per_node() * context.item_ints + context.table_ints) * 4);
       const bool puts = usable && !has_messages();
       for (int local = 0; puts && local < op.ranks_per_node(); ++local) {
@@ -84,7 +86,7 @@ struct DispatchRailWarp : RailWarp {
     char* const metadata = context.my_inbox(context.node, &Inbox::metadata);
     if (wire().has_messages(to)) {
       const uint32_t token_bytes = params.row_stride + params.metadata_bytes;
-      if (sender() == 0) count_bytes(context.state->bytes_sent, to, (end - begin) * token_bytes);
+      if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, (end - begin) * token_bytes);
       return;
     }
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
@@ -94,7 +96,7 @@ struct DispatchRailWarp : RailWarp {
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
       // Count once for all: an atomic access takes as long as a short put.
-      count_bytes(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.metadata_bytes));
+      count_bytes(context.arrays.bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.metadata_bytes));
       for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
         char* const token_metadata = metadata + token * params.metadata_bytes;

@@ -6,6 +6,8 @@
 
 namespace ep::cuda::EP_KERNELS {
 
+static_assert(kRailWarps <= Pipeline::kThreads / 32);
+
 struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
@@ -18,7 +20,7 @@ struct CombineRailWarp : RailWarp {
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
     if (wire().has_messages(to)) {
       if (sender() == 0)
-        count_bytes(context.state->bytes_sent, to, (end - begin) * (context.slot_stride + weight_bytes));
+        count_bytes(context.arrays.bytes_sent, to, (end - begin) * (context.slot_stride + weight_bytes));
       return;
     }
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
@@ -29,7 +31,7 @@ struct CombineRailWarp : RailWarp {
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
       // Count once for all, as for rows.
-      count_bytes(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
+      count_bytes(context.arrays.bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
       for (; !context.is_direct(to) && lanes != 0; lanes &= lanes - 1) {
         const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
         puts.put(to, {context.remote_rail_buffer(to, &RailArrays::sums) + offset,
@@ -53,7 +55,7 @@ struct CombineRailWarp : RailWarp {
     const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
     for (int i = sender(); i < num_others; i += num_senders) {
       // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-      count_bytes(context.state->lists_sent, node(i), bytes);
+      count_bytes(context.arrays.lists_sent, node(i), bytes);
       wire().put(node(i), combine_weights, combine_weights, bytes);
       signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks));
     }

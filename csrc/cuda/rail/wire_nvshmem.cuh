@@ -58,7 +58,7 @@ struct NvshmemWire {
 
   // [thread] Wait until all puts of this rank are complete at their targets, so they have read their source.
   __device__ void quiet() const {
-    if (context.wire.mapped != (1u << context.num_nodes()) - 1) nvshmem_quiet();
+    if (context.wire.mapped != context.config.all_nodes()) nvshmem_quiet();
   }
 
  private:

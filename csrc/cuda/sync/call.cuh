@@ -39,12 +39,13 @@ __device__ inline Counts own_counts(const Op& op, int source) { return counts_at
 // e - 1, and completed e - 2. The same holds for counts, choices and combine weights.
 __device__ inline void announce(const Op& op, const Call& call, bool covers) {
   const Context& context = op.context;
-  const int local = threadIdx.x % 32;
-  if (local >= op.ranks_per_node()) return;
-  if (covers) ptx::fence_system();
-  Tagged* const to = context.peers.at(call_at(op, op.rank()), local);
+  if (covers && static_cast<int>(threadIdx.x) % 32 < op.ranks_per_node()) ptx::fence_system();
+#pragma unroll 1
+  for (int local = threadIdx.x % 32; local < op.ranks_per_node(); local += 32) {
+    Tagged* const to = context.peers.at(call_at(op, op.rank()), local);
 #pragma unroll
-  for (int i = 0; i < Call::kNumWords; ++i) ptx::store_pair(to + i, op.epoch, call.word(i));
+    for (int i = 0; i < Call::kNumWords; ++i) ptx::store_pair(to + i, op.epoch, call.word(i));
+  }
 }
 
 // The result of `agree`: all Calls are equal; some differ; this rank has aborted. Steps that compare nothing return
@@ -150,8 +151,7 @@ __device__ inline Verdict agree(const Op& op, bool keeps = true, bool drains = t
   }
   if (!drains) return Verdict::kDiffer;
   // Keep the difference.
-  const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
-  const int chunks = lane < op.ranks_per_node() ? field_of(op, local_rank, Field::kNumChunks) : 0;
+  const int lane = threadIdx.x % 32;
   if (keeps && op.block == 0 && lane == 0 && try_record_error(context, Error::kDiffer)) {
     int32_t* detail = context.state->facts.detail;
     detail[0] = found.field;
@@ -161,9 +161,14 @@ __device__ inline Verdict agree(const Op& op, bool keeps = true, bool drains = t
     context.state->facts.value = found.first_rank;
   }
   // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still push.
-  ChunkFlags pushed =
-      chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank());
-  return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
+#pragma unroll 1
+  for (int first = 0; first < op.ranks_per_node(); first += 32) {
+    const int local = first + lane, rank = op.first_local_rank() + local;
+    const int chunks = local < op.ranks_per_node() ? field_of(op, rank, Field::kNumChunks) : 0;
+    const uint64_t* const flag = context.own.pushed + local * context.max_pushed_chunks + chunks - 1;
+    if (!wait_until(op, Phase::kSums, chunks > 0 ? flag : nullptr, op.epoch, rank, rank)) return Verdict::kAborted;
+  }
+  return Verdict::kDiffer;
 }
 
 // [block] With masks: abort this rank if another one has masked it, because that rank may have overwritten memory read

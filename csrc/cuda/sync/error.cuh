@@ -42,7 +42,7 @@ __device__ inline void publish_error(const Context& context, int32_t recorded) {
   for (int i = 0; i < 4; ++i) report->facts.detail[i] = __ldcg(&state->facts.detail[i]);
   report->facts.value = __ldcg(&state->facts.value);
   for (int rank = 0; rank < context.config.num_ranks(); ++rank)
-    for (int i = 0; i < 2; ++i) report->facts.rows[rank][i] = __ldcg(&state->facts.rows[rank][i]);
+    for (int i = 0; i < 2; ++i) context.reports.error_rows[rank][i] = __ldcg(&context.arrays.error_rows[rank][i]);
   __threadfence_system();
   *static_cast<volatile int32_t*>(&report->error) = recorded;
 }

@@ -37,9 +37,16 @@ __device__ inline void raise_on_node(const Context& context, uint64_t* local_fla
     ptx::store_relaxed(context.peers.at(local_flag, local), value);
 }
 
-// [thread] Return the bit of one rank. A set of ranks has 64 bits.
-__device__ inline uint64_t bit_of(int rank) { return uint64_t{1} << rank; }
-static_assert(kMaxRanks <= 64);
+// A set of ranks, in Context::rank_words words. Rank r has bit r + 1. Bit 0 is set in the flag `aborted`, whose first
+// word is then not 0.
+struct RankSet {
+  uint64_t words[kMaxRanks / 64 + 1] = {};
+
+  // [thread] Return the bit of a rank, 0 if it is in another word.
+  static __device__ uint64_t bit(int rank, int word) {
+    return (rank + 1) / 64 == word ? uint64_t{1} << (rank + 1) % 64 : 0;
+  }
+};
 
 // [warp] Return the bits of all lanes.
 __device__ inline uint64_t bits_of_all(uint64_t bits) {
@@ -47,10 +54,10 @@ __device__ inline uint64_t bits_of_all(uint64_t bits) {
   return high << 32 | __reduce_or_sync(~0u, static_cast<uint32_t>(bits));
 }
 
-// [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers. The value of this
-// flag is `late`, a bit for each late rank. Only the first call on a rank does anything; after an abort by the host,
-// none does. Other waits of this rank then end within 32 turns.
-__device__ __noinline__ inline void abort_rank(Op op, Phase phase, uint64_t late, uint64_t waited_ns) {
+// [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers, with the late
+// ranks. Only the first call on a rank does anything; after an abort by the host, none does. Other waits of this rank
+// then end within 32 turns.
+__device__ __noinline__ inline void abort_rank(Op op, Phase phase, const RankSet& late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
   Report* report = context.report;
@@ -58,13 +65,30 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, uint64_t late
   report->phase = static_cast<int32_t>(phase);
   report->waited_ms = static_cast<uint32_t>(waited_ns / 1000000);
   report->epoch = op.epoch;
-  for (int word = 0; word < kRankWords; ++word) report->late[word] = static_cast<uint32_t>(late >> 32 * word);
+  for (int word = 0; word < context.rank_words; ++word) context.reports.late[word] = late.words[word];
   __threadfence_system();
   *static_cast<volatile uint32_t*>(&report->aborted) = 1;
-  uint64_t* const aborted = context.own.aborted + context.config.rank;
-  raise_on_node(context, aborted, late);
-  for (int node = 0; node < context.num_nodes(); ++node)
-    if (node != context.node) Wire{context}.signal(node, aborted, late);
+  // The first word comes last: it says that the others are there.
+  for (int word = context.rank_words - 1; word >= 0; --word) {
+    uint64_t* const aborted = context.own.aborted + context.config.rank * context.rank_words + word;
+    const uint64_t names = late.words[word] | (word == 0);
+    ptx::fence_system();
+    raise_on_node(context, aborted, names);
+    for (int node = 0; node < context.num_nodes(); ++node)
+      if (node != context.node) Wire{context}.signal(node, aborted, names);
+  }
+}
+
+// [thread] Abort this rank because of one late rank.
+__device__ __noinline__ inline void abort_because_of(Op op, Phase phase, int rank, uint64_t waited_ns) {
+  RankSet late;
+  late.words[(rank + 1) / 64] = RankSet::bit(rank, (rank + 1) / 64);
+  abort_rank(op, phase, late, waited_ns);
+}
+
+// [thread] Return the names in the flag `aborted` of a rank, as loaded. The first word is 0 without an abort.
+__device__ inline const uint64_t* names_by(const Op& op, int rank) {
+  return op.context.own.aborted + rank * op.context.rank_words;
 }
 
 // [thread] Return whether this buffer masks late ranks instead of aborting.
@@ -72,10 +96,10 @@ __device__ inline bool has_masks(const Context& context) { return kExtras && con
 
 // [thread] Return whether this rank has masked `rank`.
 __device__ inline bool is_masked(const Context& context, int rank) {
-  return has_masks(context) && static_cast<volatile int32_t*>(context.state->masked)[rank] != 0;
+  return has_masks(context) && static_cast<volatile int32_t*>(context.arrays.masked)[rank] != 0;
 }
 
-// [warp] Return a bit for each masked rank.
+// [warp] Return a bit for each masked rank. With masks there are at most 32 ranks.
 __device__ inline uint32_t masked_ranks(const Op& op) {
   const int lane = threadIdx.x % 32;
   return __ballot_sync(~0u, lane < op.num_ranks() && is_masked(op.context, lane));
@@ -87,7 +111,7 @@ __device__ inline uint32_t masked_ranks(const Op& op) {
 __device__ inline void mask_rank(const Context& context, int rank) {
   ptx::store_relaxed(context.peers.at(context.own.excluded + context.config.rank, context.local_of(rank)), 1);
   ptx::fence_system();
-  atomicExch(&context.state->masked[rank], 1);
+  atomicExch(context.arrays.masked + rank, 1);
 }
 
 // [warp] Return whether a rank that is not masked has masked this one. Called with masks, which have one node.
@@ -101,7 +125,7 @@ __device__ inline bool is_excluded(const Op& op) {
 // [warp] With masks: abort this rank if another one has masked it. Return whether it has.
 __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
   if (!has_masks(op.context) || !is_excluded(op)) return false;
-  if (threadIdx.x % 32 == 0) abort_rank(op, phase, bit_of(op.rank()), 0);
+  if (threadIdx.x % 32 == 0) abort_because_of(op, phase, op.rank(), 0);
   return true;
 }
 
@@ -126,16 +150,32 @@ __device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is
   return context.timeout_ns + (hangs_on_waits && !has_masks(context) ? kPatienceNs : 0);
 }
 
-// [warp] Return the ranks to blame, once some lane's limit is over or some lane's raiser has aborted. 0: no flag is
-// missing. `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame
-// nobody: their ranks may be slow, not late. If raisers name only this rank, it may be waiting itself: then the ranks
-// of its waiting lanes are late.
-__device__ inline uint64_t find_late_ranks(const Op& op, bool waits, bool is_over, int rank, int raiser) {
-  const uint64_t others = ~bit_of(op.rank());
-  const uint64_t named = waits ? ptx::load_acquire(op.context.own.aborted + raiser) : 0;  // by the raiser; 0: no abort
-  uint64_t late = bits_of_all(named != 0 ? named : is_over ? bit_of(rank) : 0);
-  if ((late & others) == 0) late |= bits_of_all(waits && named == 0 ? bit_of(rank) : 0);
-  return (late & others) != 0 ? late & others : late;
+// [warp] Abort this rank: some lane's limit is over, or some lane's raiser has aborted. Find the ranks to blame.
+// `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame nobody:
+// their ranks may be slow, not late. If raisers name only this rank, it may be waiting itself: then the ranks of its
+// waiting lanes are late. This rank is blamed only if no other one is.
+__device__ __noinline__ inline void abort_for_late_ranks(Op op, Phase phase, bool waits, bool is_over, int rank,
+                                                         int raiser, uint64_t waited_ns) {
+  uint64_t names = 0;  // by the raiser. Its kernel and its host may abort together, and so leave none
+  for (int word = 0; waits && word < op.context.rank_words; ++word)
+    names |= ptx::load_acquire(names_by(op, raiser) + word) & ~static_cast<uint64_t>(word == 0);
+  const bool named = names != 0;
+  RankSet late;
+  const auto add = [&](auto&& bits_in) {  // those of all lanes; return whether there is another rank than this one
+    uint64_t others = 0;
+    for (int word = 0; word < op.context.rank_words; ++word) {
+      late.words[word] |= bits_of_all(bits_in(word));
+      others |= late.words[word] & ~RankSet::bit(op.rank(), word) & ~static_cast<uint64_t>(word == 0);
+    }
+    return others != 0;
+  };
+  const bool blames_others =
+      add([&](int word) {
+        return named ? ptx::load_acquire(names_by(op, raiser) + word) : is_over ? RankSet::bit(rank, word) : 0;
+      }) ||
+      add([&](int word) { return waits && !named ? RankSet::bit(rank, word) : 0; });
+  if (blames_others) late.words[(op.rank() + 1) / 64] &= ~RankSet::bit(op.rank(), (op.rank() + 1) / 64);
+  if (threadIdx.x % 32 == 0) abort_rank(op, phase, late, waited_ns);
 }
 
 // [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return the same in all
@@ -171,7 +211,7 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     }
     if (turn % 32 != 0) continue;
     // A raiser may have aborted after raising this flag: read the flag again, after `aborted`.
-    bool hopeless = waits && ptx::load_acquire(context.own.aborted + raiser) != 0;
+    bool hopeless = waits && ptx::load_acquire(names_by(op, raiser)) != 0;
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
@@ -187,11 +227,9 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
       if (__any_sync(~0u, late)) continue;
     }
     if (over) {
-      // Abort. Without a late rank all flags have arrived by now.
-      const uint64_t late = find_late_ranks(op, waits, is_over, rank, raiser);
-      if (late != 0 && threadIdx.x % 32 == 0) abort_rank(op, phase, late, waited);
+      abort_for_late_ranks(op, phase, waits, is_over, rank, raiser, waited);
       __syncwarp();
-      return late == 0;
+      return false;
     }
     // Leave after an abort by another warp, or by the host.
     if (__any_sync(~0u, has_aborted(context))) return false;
@@ -208,15 +246,23 @@ constexpr uint32_t kPollsBetweenChecks = 1024;
 __device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, const Tagged* words, int num,
                                                 uint64_t since) {
   const uint64_t waited = ptx::nanoseconds() - since;
-  const uint64_t named = ptx::load_acquire(op.context.own.aborted + rank);
-  if (named != 0 || waited > op.context.timeout_ns) {
+  const bool named = ptx::load_acquire(names_by(op, rank)) != 0;  // the other rank names ranks
+  if (named || waited > op.context.timeout_ns) {
     // The rank may have sent the words before it aborted: read them again, after `aborted`.
     int arrived = 0;
     while (arrived < num && ptx::load_acquire(&words[arrived].epoch) >= op.epoch) ++arrived;
     if (arrived == num) return false;
     // Abort. If the rank names only this one, it is late itself: its words are missing.
-    const uint64_t others = named & ~bit_of(op.rank());
-    abort_rank(op, phase, others != 0 ? others : bit_of(rank), waited);
+    RankSet late;
+    uint64_t others = 0;
+    for (int word = 0; named && word < op.context.rank_words; ++word) {
+      const uint64_t names = ptx::load_acquire(names_by(op, rank) + word);
+      others |= late.words[word] = names & ~RankSet::bit(op.rank(), word) & ~static_cast<uint64_t>(word == 0);
+    }
+    if (others != 0)
+      abort_rank(op, phase, late, waited);
+    else
+      abort_because_of(op, phase, rank, waited);
   }
   return has_aborted(op.context);
 }
@@ -233,8 +279,13 @@ __device__ inline bool wait_for_ranks(const Op& op, Phase phase, const uint64_t*
 
 // [warp] Wait for one flag about each rank of the node: flags [ranks_per_node]. Return as wait_until.
 __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
-  const int local = threadIdx.x % 32, rank = op.first_local_rank() + local;
-  return wait_until(op, phase, local < op.ranks_per_node() ? flags + local : nullptr, expected, rank, rank);
+#pragma unroll 1
+  for (int first = 0; first < op.ranks_per_node(); first += 32) {
+    const int local = first + static_cast<int>(threadIdx.x) % 32, rank = op.first_local_rank() + local;
+    const uint64_t* const flag = local < op.ranks_per_node() ? flags + local : nullptr;
+    if (!wait_until(op, phase, flag, expected, rank, rank)) return false;
+  }
+  return true;
 }
 
 // [thread] Poll once, without waiting: return whether this thread's flag about a rank of the node has arrived, and true
@@ -251,62 +302,54 @@ __device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* f
   return wait_until(op, phase, threadIdx.x % 32 == 0 ? flag : nullptr, expected, rank, raiser);
 }
 
-// Chunk flags about up to 32 ranks, and the last chunks seen by one warp. Each lane has the flags about one rank, or
-// none.
-struct ChunkFlags {
-  const uint64_t* flags;  // [max_chunks] flags about the lane's rank; null: none, and the lane waits only for chunk -1
-  int rank, raiser;       // as in wait_until
-  int last_seen = -1;     // last chunk seen by this warp; covers all earlier chunks
-
-  // [warp] Wait for the flag of the lane's `chunk`; -1: do not wait. Return false after an abort of this rank. After
-  // true, all lanes may read the chunks' memory, also by bulk loads.
-  __device__ bool wait(const Op& op, Phase phase, int chunk) {
-    const bool waits = chunk > last_seen;
-    if (!__any_sync(~0u, waits)) return true;
-    if (!wait_until(op, phase, waits ? flags + chunk : nullptr, op.epoch, rank, raiser)) return false;
-    last_seen = max(last_seen, chunk);
-    ptx::fence_before_bulk();
-    return true;
-  }
-};
-
-// [warp] Return the chunk flags about `num` ranks from first_rank on, one per lane: flags [num, max_chunks]. Each rank
-// is its own raiser, unless the caller sets other raisers (Reducer).
-__device__ inline ChunkFlags chunk_flags(const uint64_t* flags, int max_chunks, int num, int first_rank) {
-  const int lane = threadIdx.x % 32;
-  return {lane < num ? flags + static_cast<size_t>(lane) * max_chunks : nullptr, first_rank + lane, first_rank + lane};
+// [warp] Wait for a chunk flag in each lane: `flags` are those about the lane's `rank`, and `chunk` is the one to wait
+// for; -1: none. `last_seen` is the last chunk seen by this lane, which covers all earlier ones. Return false after an
+// abort of this rank. After true, all lanes may read the chunks' memory, also by bulk loads.
+template <class Chunk>
+__device__ inline bool wait_for_chunks(const Op& op, Phase phase, const uint64_t* flags, int chunk, int rank,
+                                       int raiser, Chunk& last_seen) {
+  const bool waits = chunk >= 0 && chunk > last_seen;
+  if (!__any_sync(~0u, waits)) return true;
+  if (!wait_until(op, phase, waits ? flags + chunk : nullptr, op.epoch, rank, raiser)) return false;
+  if (waits) last_seen = static_cast<Chunk>(chunk);
+  ptx::fence_before_bulk();
+  return true;
 }
 
-// The last staged chunk of each rank seen by one warp, -1 for none. Lane i has rank i and rank 32 + i. (An array of two
-// would lie in memory, not in registers.)
+// The last staged chunk of each rank seen by one warp, -1 for none.
 struct StagedFlags {
-  int of_low = -1, of_high = -1;
-  static_assert(kMaxRanks <= 64, "a lane looks after two ranks");
+  int16_t* const last_seen;  // [num_ranks] in shared memory of this warp
 
-  // [warp] Return the last chunk of `rank` seen by this warp. `rank` is the same in all lanes.
-  __device__ int seen(int rank) const { return __shfl_sync(~0u, rank < 32 ? of_low : of_high, rank % 32); }
+  // [warp] Begin with no chunk seen.
+  __device__ StagedFlags(const Op& op, int16_t* last_seen) : last_seen(last_seen) {
+#pragma unroll 1
+    for (int rank = threadIdx.x % 32; rank < op.num_ranks(); rank += 32) last_seen[rank] = -1;
+    __syncwarp();
+  }
+
+  // [thread] Return the last chunk of `rank` seen by this warp.
+  __device__ int seen(int rank) const { return last_seen[rank]; }
 
   // [warp] Check all ranks for their last flag, without waiting. It rises with the last chunk of the rank's tokens:
   // once it is seen, all chunks of the rank count as seen and may be read, also by bulk loads.
-  __device__ void look(const Op& op) {
-    const int lane = threadIdx.x % 32;
-    look_at(op, lane, of_low);
-    if (op.num_ranks() > 32) look_at(op, 32 + lane, of_high);
+  __device__ void look(const Op& op) const {
+    const int last = op.context.max_token_chunks - 1;
+    __syncwarp();  // all lanes have read what `seen` returned before
+#pragma unroll 1
+    for (int rank = threadIdx.x % 32; rank < op.num_ranks(); rank += 32)
+      if (last_seen[rank] < last && ptx::load_acquire(flag_of(op, rank, last)) >= op.epoch)
+        last_seen[rank] = static_cast<int16_t>(last);
     __syncwarp();
     ptx::fence_before_bulk();
   }
 
   // [warp] Wait for a chunk of `rank`, the same in all lanes. Return false after an abort of this rank. After true, all
   // lanes may read the chunk's memory, also by bulk loads.
-  __device__ bool wait(const Op& op, int rank, int chunk) {
+  __device__ bool wait(const Op& op, int rank, int chunk) const {
     const uint64_t* flag = flag_of(op, rank, chunk);
     if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.context.raiser_of(rank))) return false;
-    if (static_cast<int>(threadIdx.x) % 32 == rank % 32) {
-      if (rank < 32)
-        of_low = max(of_low, chunk);
-      else
-        of_high = max(of_high, chunk);
-    }
+    if (threadIdx.x % 32 == 0 && last_seen[rank] < chunk) last_seen[rank] = static_cast<int16_t>(chunk);
+    __syncwarp();
     ptx::fence_before_bulk();
     return true;
   }
@@ -315,11 +358,6 @@ struct StagedFlags {
   // [thread] Return the flag of one chunk.
   static __device__ const uint64_t* flag_of(const Op& op, int rank, int chunk) {
     return op.context.own.staged + static_cast<size_t>(rank) * op.context.max_token_chunks + chunk;
-  }
-  // [thread] Set `seen` to the last chunk of `rank` if its flag has arrived.
-  static __device__ void look_at(const Op& op, int rank, int& seen) {
-    const int last = op.context.max_token_chunks - 1;
-    if (rank < op.num_ranks() && seen < last && ptx::load_acquire(flag_of(op, rank, last)) >= op.epoch) seen = last;
   }
 };
 

@@ -47,10 +47,10 @@ _stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write
 
 def _rail_sms(topology: Topology, num_sms: int, wire: str) -> dict[str, int]:
     """Return the number of SMs that serve the wire between nodes, by layout. With NCCL they only wait and signal."""
-    check_cuda_sms(topology, num_sms)
+    least = check_cuda_sms(topology.num_nodes, num_sms)
     if topology.num_nodes == 1 or wire == "nccl":
-        return dict.fromkeys(_RAIL_SHARES, min(topology.num_nodes - 1, 1))
-    return {layout: max(1, num_sms // share) for layout, share in _RAIL_SHARES.items()}
+        return dict.fromkeys(_RAIL_SHARES, least)
+    return {layout: max(least, num_sms // share) for layout, share in _RAIL_SHARES.items()}
 
 
 def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
@@ -96,15 +96,18 @@ class CudaEngine(Launches):
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
             self._state = torch.zeros(compiled.state_bytes(c, self.num_sms), dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._counted_rows = self._report[compiled.counted_rows_offset :].view(torch.int64)
+            self._counted_rows = self._report[compiled.counted_rows_offset(c) :].view(torch.int64)[
+                : self._num_local_experts
+            ]
             torch.cuda.synchronize(self._device)
 
         def attach() -> list[bool]:
             self._regions.attach()
             own_flag = self._state.data_ptr() + compiled.state_aborted_offset
-            at_peers = compiled.aborted_offset(c) + 8 * topology.rank
+            num_words = compiled.rank_words(c)
+            at_peers = compiled.aborted_offset(c) + 8 * num_words * topology.rank
             flags = [address + at_peers for address in self._regions.addresses if address]
-            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, topology.rank)
+            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, num_words, topology.rank)
             return [address != 0 for address in self._regions.rail]
 
         is_attached, rail_of_nccl = False, None
@@ -204,6 +207,7 @@ class CudaEngine(Launches):
     def _read_state(self, state: Tensor) -> tuple[int, Counters]:
         """Return the epoch of the last operation and the counters, from a copy of the state on the CPU."""
         topology, compiled = self._topology, self._compiled
+        offsets = compiled.state_offsets(self._c_config)
 
         def counter(offset: int, num: int = topology.num_ranks) -> list[int]:
             return state[offset : offset + 8 * num].view(torch.int64).tolist()
@@ -213,10 +217,10 @@ class CudaEngine(Launches):
             return [sent.get(rank, 0) for rank in range(topology.num_ranks)]
 
         return counter(compiled.epoch_offset, 1)[0], {
-            "inter_node_bytes_sent": of_rail(compiled.bytes_sent_offset),
-            "inter_node_list_bytes_sent": of_rail(compiled.lists_sent_offset),
-            "intra_node_bytes_read": counter(compiled.bytes_read_offset),
-            "intra_node_bytes_written": counter(compiled.bytes_written_offset),
+            "inter_node_bytes_sent": of_rail(offsets["bytes_sent"]),
+            "inter_node_list_bytes_sent": of_rail(offsets["lists_sent"]),
+            "intra_node_bytes_read": counter(offsets["bytes_read"]),
+            "intra_node_bytes_written": counter(offsets["bytes_written"]),
         }
 
     def stamps(self) -> Tensor:
@@ -258,7 +262,7 @@ class CudaEngine(Launches):
 
     def _masked(self) -> Tensor:
         """Return the mask in the memory of the kernels: int32 [num_ranks], 1 for masked ranks."""
-        offset = self._compiled.masked_offset
+        offset = self._compiled.state_offsets(self._c_config)["masked"]
         return self._state[offset : offset + 4 * self._topology.num_ranks].view(torch.int32)
 
     def unmask(self, meet: Callable[[], Gather]) -> None:
@@ -277,7 +281,8 @@ class CudaEngine(Launches):
         def reset(epoch: int) -> None:
             """Reset all but epoch and counters to the state of a new buffer. No rank has a kernel under way."""
             self._regions.memory[: compiled.flag_bytes(self._c_config)].zero_()
-            counters = slice(compiled.bytes_read_offset, compiled.lists_sent_offset + 8 * compiled.max_nodes)
+            offsets = compiled.state_offsets(self._c_config)
+            counters = slice(offsets["bytes_read"], offsets["masked"])
             kept = state[counters].clone()
             state.zero_()
             state[counters] = kept
