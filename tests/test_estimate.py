@@ -319,7 +319,7 @@ def test_command_compares_and_draws(tmp_path, capsys, monkeypatch):
         ("--nodes", "1,x"),
         ("--tokens", "1.5"),
         ("--nic-gbps", "0"),
-        ("--gpus-per-node", "16"),
+        ("--gpus-per-node", "73"),
         ("--experts", "100 --nodes 8"),
         ("--topk", "300 --nodes 1"),
         ("--groups", "4"),

@@ -54,11 +54,12 @@ class Machine:
     nic_efficiency: float = NIC_EFFICIENCY
 
 
-# Peaks of the data sheets; H800: 400 GB/s of NVLink in both directions together.
+# Peaks of the data sheets; H800: 400 GB/s of NVLink in both directions together. The efficiencies above are of H200.
 MACHINES = {
     "H200": Machine("H200", 450.0, 4800.0),
     "H100": Machine("H100", 450.0, 3350.0),
     "H800": Machine("H800", 200.0, 3350.0),
+    "GB200": Machine("GB200", 900.0, 8000.0),
 }
 
 

@@ -19,18 +19,20 @@ COLOURS = {"dispatch": "#1f77b4", "dispatch FP8": "#2ca02c", "combine": "#d95f02
 
 
 def title(job: Job) -> list[str]:
-    """Return two lines: the job, and the machine."""
+    """Return a line for the job and one for the machine, and a warning if no measurement is near them."""
     sizes, routing, machine = job.sizes, job.routing, job.machine
     limit = ""
     if routing.topk_groups is not None:
         groups = "a group per node" if routing.groups is None else f"{routing.groups} groups"
         limit = f" in at most {routing.topk_groups} groups ({groups}, score {routing.group_score})"
+    compared = machine.name != "GB200" and sizes.gpus_per_node <= 8
     return [
         f"{sizes.tokens} tokens per rank, hidden {sizes.hidden}, {sizes.experts} experts, top-{sizes.topk}{limit}, "
         f"{str(job.dtype).removeprefix('torch.')}, {routing.kind} routing, {job.seeds} seed(s)",
         f"{machine.name}: NVLink {machine.nvlink_gb_per_s:g} GB/s, HBM {machine.hbm_gb_per_s:g} GB/s, a NIC of "
         f"{machine.nic_gbit_per_s:g} Gb/s per GPU, {machine.num_sms} multiprocessors, chunks of {job.chunk_tokens} "
         "tokens",
+        *([] if compared else ["Times are compared with no measurement: rates are shares of the peaks as on 8 H200."]),
     ]
 
 
