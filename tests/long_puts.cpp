@@ -148,12 +148,10 @@ struct Context {
 struct Wire {
   const Context& context;
 
-  bool maps(int) const { return true; }
   template <class T>
   T* at(int, T* there) const {
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(there) + context.distance);
   }
-  void put(int, char*, const char*, uint32_t) const { fail("a put where memory is mapped"); }
 };
 
 }  // namespace ep::cuda

@@ -8,6 +8,7 @@ The first NUM_PUTTING ranks do not store where NVLink reaches: they, and others 
 replays of a CUDA graph. Without it, routing and cases.
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -41,9 +42,29 @@ class CheckedBuffer(ep.Buffer):
         return output
 
 
-def check_every_operation(rank: int) -> None:
-    """Let the buffers that this rank makes from now on be checked ones."""
+def use_remote_wire(rank: int, ranks_per_node: int) -> None:
+    """Give this rank's node a host name for NVSHMEM, and let the buffers made from now on be checked ones."""
+    os.environ["REMOTE_WIRE_HOST"] = f"node{rank // ranks_per_node}"
     ep.Buffer = CheckedBuffer
+
+
+def count_puts(rank: int, case: Case) -> list[int]:
+    """Return the puts of a dispatch and of a combine in which 256 tokens go to both of two nodes.
+
+    A put has 32 rows, or metadata of 32 tokens: 16 in all. Counts, Call, items and table are one each.
+    """
+    puts, device = ctypes.CDLL(None).remote_wire_num_puts, device_of("cuda", rank)
+    idx = torch.tensor([0, 1, case.num_experts // 2], device=device).repeat(256, 1)
+    with test_nodes.make_buffer(case, "cuda", 256) as buffer:
+        counts = [puts()]
+        x = torch.ones(256, case.hidden, dtype=case.dtype, device=device)
+        out = buffer.dispatch(x, idx, torch.ones(idx.shape, device=device), layout="rank")
+        counts.append(puts())
+        buffer.combine(out.x, out.handle, topk_weights=out.topk_weights)
+        counts.append(puts())
+    counts = [after - before for before, after in zip(counts, counts[1:])]
+    assert counts[0] <= 20 and counts[1] <= 17, f"puts of a dispatch, of a combine: {counts}"
+    return counts
 
 
 def only_put(rank: int, num_putting: int) -> None:
@@ -69,7 +90,7 @@ def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_pu
     what = what or ("routing", "cases")
     pool = RankPool(num_ranks, timeout_s=120)
     if "REMOTE_WIRE_HOLD_US" in os.environ:
-        pool.run(check_every_operation)
+        pool.run(use_remote_wire, ranks_per_node)
     pool.run(only_put, num_putting)
     small = Case(num_ranks, ranks_per_node, **test_nodes.SMALL)
     begin = time.monotonic()
@@ -79,6 +100,8 @@ def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_pu
 
     pool.run(check_paths, small, num_putting)
     done("NVSHMEM has started")
+    if "REMOTE_WIRE_HOLD_US" in os.environ:
+        done(f"puts of a dispatch, of a combine: {pool.run(count_puts, small)}")
     if "routing" in what:
         pool.run(test_nodes.change_routing, "cuda", small, num_steps)
         done(f"{num_steps} steps")

@@ -1,16 +1,18 @@
 // A network made of software: a remote transport of NVSHMEM 3.4.x (version 3 of its interface to plug-ins) for tests on
 // one host without a network card.
 //
-// Build it with the SONAME of a transport that NVSHMEM knows, load it first, and let no rank map another's memory:
+// Build it with the SONAME of a transport that NVSHMEM knows, load it first, and give the ranks of a node a host name:
 //
 //   nvcc -std=c++17 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC,-fvisibility=hidden -O2 -cudart static
 //       -shared tests/remote_wire.cu -o libremote_wire.so -Xlinker -soname=nvshmem_transport_ucx.so.3
-//   export LD_PRELOAD=$PWD/libremote_wire.so NVSHMEM_REMOTE_TRANSPORT=ucx NVSHMEM_DISABLE_P2P=1
+//   export LD_PRELOAD=$PWD/libremote_wire.so NVSHMEM_REMOTE_TRANSPORT=ucx
+//   export REMOTE_WIRE_HOST=node$((LOCAL_RANK / 2))
 //
-// NVSHMEM then opens "nvshmem_transport_ucx.so.3" and gets the library that is loaded already. nvshmem_ptr() of another
-// PE is null. Every put, get, atomic, fence and quiet of a kernel goes through the proxy, a thread of NVSHMEM on the
-// host, which calls the functions below. They copy and write in one stream per peer, to a mapping of the peer's memory
-// that NVSHMEM does not know of. Streams keep their order, as a queue pair of a network card does.
+// NVSHMEM then opens "nvshmem_transport_ucx.so.3" and gets the library that is loaded already. nvshmem_ptr() of a PE
+// with another host name is null. Every put, get, atomic, fence and quiet of a kernel for it goes through the proxy, a
+// thread of NVSHMEM on the host, which calls the functions below. They copy and write in one stream per peer, to a
+// mapping of the peer's memory that NVSHMEM does not know of. Streams keep their order, as a queue pair of a network
+// card does.
 //
 //   REMOTE_WIRE_HOLD_US   hold every put back for so many microseconds, or until a fence or quiet demands it; then
 //                         deliver the newest first (default 0: deliver at once). Finds signals without a fence and
@@ -28,6 +30,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -197,6 +200,7 @@ struct Wire {
   std::atomic<int>* amo_lock;  // [num_pes] in memory of all PEs, for atomics by copies; 1 while held
   int own_pe, hold_us;
   bool copies_atomics;
+  uint64_t num_puts = 0;
 } wire;
 
 double now_us() {
@@ -500,6 +504,7 @@ void rma(Transport*, int pe, RmaVerb verb, MemoryRef* remote, MemoryRef* local, 
     fail("local buffer %p is neither symmetric nor registered: a network card has no key for it", local->address);
   switch (verb.kind) {
     case kPut:
+      ++wire.num_puts;
       if (wire.hold_us > 0)
         wire.held.push_back({pe, there, local->address, bytes, now_us()});
       else
@@ -605,6 +610,18 @@ void finalize(Transport* transport) {
 }
 
 }  // namespace
+
+// The whole process takes its host name from here. NVSHMEM uses NVLink between PEs of one name alone.
+extern "C" __attribute__((visibility("default"))) int gethostname(char* name, size_t bytes) noexcept {
+  utsname host;
+  const char* given = std::getenv("REMOTE_WIRE_HOST");
+  if (given == nullptr && uname(&host) == 0) given = host.nodename;
+  std::snprintf(name, bytes, "%s", given);
+  return 0;
+}
+
+// Return how many puts this process has made.
+extern "C" __attribute__((visibility("default"))) uint64_t remote_wire_num_puts() { return wire.num_puts; }
 
 // NVSHMEM calls this once. Return a transport that std::free can free, or a value but 0 to another version.
 extern "C" __attribute__((visibility("default"))) int nvshmemt_init(Transport** out, void*, int api_version) {

@@ -24,7 +24,7 @@ SETTINGS = dict(
     NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME="lo",
 )
 # tests/remote_wire.cu: what it is, and how NVSHMEM comes to load it under this name.
-REMOTE = SETTINGS | dict(NVSHMEM_REMOTE_TRANSPORT="ucx", NVSHMEM_DISABLE_P2P="1", REMOTE_WIRE_HOLD_US="2000")
+REMOTE = SETTINGS | dict(NVSHMEM_REMOTE_TRANSPORT="ucx", REMOTE_WIRE_HOLD_US="2000")
 REMOTE_STEPS = 20
 TRAIN_STEPS = 200
 # NVSHMEM lets ranks share a GPU; they need NVIDIA's MPS, and few multiprocessors each. So only where it is asked for.
@@ -41,7 +41,7 @@ wire_cases = [
     ),
     pytest.mark.skipif(importlib.util.find_spec("ep_dispatcher._C_nvshmem") is None, reason="built without NVSHMEM"),
 ]
-SPLITS = [pytest.param(2, 1, marks=wire_cases)]
+SPLITS = [pytest.param(2, 1, marks=wire_cases), pytest.param(4, 2, marks=wire_cases)]
 NODES_OF_ONE = [pytest.param(4, 1, marks=wire_cases)]
 MIXED_STEPS = 60
 

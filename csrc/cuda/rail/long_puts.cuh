@@ -1,4 +1,4 @@
-// Long puts of one sender: rows and sums. To mapped memory of a rail peer they are bulk copies through shared memory,
+// Long puts of one sender to mapped memory of a rail peer: rows and sums. They are bulk copies through shared memory,
 // with several under way at once. A copy through registers waits for the loads of a row before it stores them.
 #pragma once
 #include "cuda/rail/wire.cuh"
@@ -46,30 +46,11 @@ struct LongPuts {
     __syncwarp();
   }
 
-  // [warp] Put an array, and a short one beside it (0 bytes: none). The sources must not change until `drain`. Before
-  // this, lane 0 has seen that the sources are written and the remote memory is free, and has then run
-  // fence_before_bulk.
-  __device__ void put(int node, const Array& array, const Array& beside = {}) {
-    if (wire.maps(node)) {
-      if (threadIdx.x % 32 == 0) copy(node, array, beside);
-    } else {
-      wire.put(node, array.remote, array.local, array.bytes);
-      if (beside.bytes > 0) wire.put(node, beside.remote, beside.local, beside.bytes);
-    }
-  }
-
-  // [warp] Wait until the bulk copies are written, so that a flag may follow. Afterwards none is under way.
-  __device__ void drain() {
-    if (threadIdx.x % 32 == 0) {
-      while (stored < loaded) store_next();
-      ptx::bulk_wait<0>();
-    }
-    __syncwarp();
-  }
-
- private:
-  // [thread] Copy an array piece by piece. The short one goes with the last piece, or alone if it finds no room there.
-  __device__ void copy(int node, const Array& array, Array beside) {
+  // [warp] Put an array piece by piece, and a short one beside it (0 bytes: none): with the last piece, or alone if it
+  // finds no room there. The sources must not change until `drain`. Before this, lane 0 has seen that the sources are
+  // written and the remote memory is free, and has then run fence_before_bulk.
+  __device__ void put(int node, const Array& array, Array beside = {}) {
+    if (threadIdx.x % 32 != 0) return;
     const uint32_t num = (array.bytes + place_bytes - 1) / place_bytes;
     const auto bytes = min(place_bytes, static_cast<uint32_t>(round_up((array.bytes + num - 1) / num, 128)));
     for (uint32_t offset = 0; offset < array.bytes; offset += bytes) {
@@ -82,6 +63,16 @@ struct LongPuts {
       load(node, {beside.remote + offset, beside.local + offset, min(place_bytes, beside.bytes - offset)}, {});
   }
 
+  // [warp] Wait until the bulk copies are written, so that a flag may follow. Afterwards none is under way.
+  __device__ void drain() {
+    if (threadIdx.x % 32 == 0) {
+      while (stored < loaded) store_next();
+      ptx::bulk_wait<0>();
+    }
+    __syncwarp();
+  }
+
+ private:
   // [thread] Start to load a piece, and a short array behind it, once their place is free.
   __device__ void load(int node, const Array& piece, const Array& beside) {
     // Keep all places but one loading. The newest store may still read its place; older ones have read theirs.

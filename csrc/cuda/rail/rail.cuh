@@ -17,6 +17,14 @@
 
 namespace ep::cuda::EP_KERNELS {
 
+// An array by token, at the rail peer and here.
+struct TokenArray {
+  void* remote;
+  const void* local;
+  size_t stride;   // [bytes] from one token to the next
+  uint32_t bytes;  // of a token
+};
+
 // This warp, among all warps of all rail blocks. Warps with consecutive numbers are in different blocks, so the relays
 // spread over the blocks.
 struct RailWarp {
@@ -101,6 +109,36 @@ struct RailWarp {
     if (lane != 0) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), static_cast<unsigned long long>(bytes));
     pace.book(bytes);
+  }
+
+  // [warp] Put this sender's share of tokens [begin, end) to a node that is not mapped: of those with goes(token). A
+  // put takes a sender as long for many rows as for one. So where rows lie side by side, a sender has 32 adjacent
+  // tokens: a run of rows is one put, and so is the metadata from the first to the last token. Nobody reads that of
+  // tokens in between. Elsewhere the senders take the tokens in turn.
+  template <class Goes>
+  __device__ void put_tokens(int node, int begin, int end, const TokenArray& rows, const TokenArray& metadata,
+                             const Goes& goes) const {
+    const bool joins = rows.stride == rows.bytes;
+    const int step = joins ? 1 : num_senders;
+    const auto put = [&](const TokenArray& array, int token, uint32_t num) {
+      if (array.bytes == 0) return;
+      const size_t offset = token * array.stride;
+      count_bytes(context.arrays.bytes_sent, node, num * array.bytes);
+      wire().put(node, static_cast<char*>(array.remote) + offset, static_cast<const char*>(array.local) + offset,
+                 num * array.bytes);
+    };
+    for (int first = begin + sender() * (joins ? 32 : 1); first < end; first += 32 * num_senders) {
+      const int lane_token = first + lane * step;
+      uint32_t lanes = __ballot_sync(~0u, lane_token < end && goes(lane_token));
+      if (joins && lanes != 0) put(metadata, first + __ffs(lanes) - 1, 33 - __clz(lanes) - __ffs(lanes));
+      while (lanes != 0) {
+        const uint32_t lowest = lanes & -lanes, run = joins ? lanes & ~(lanes + lowest) : lowest;
+        const int token = first + (__ffs(lanes) - 1) * step;
+        put(rows, token, __popc(run));
+        if (!joins) put(metadata, token, 1);
+        lanes &= ~run;
+      }
+    }
   }
 
   // [warp] Count this sender in, after its puts. The last of all senders resets the counter and raises the wire flag at

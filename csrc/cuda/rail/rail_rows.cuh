@@ -78,7 +78,7 @@ struct DispatchRailWarp : RailWarp {
 
   // [warp] Put this sender's share of rows and metadata of tokens [begin, end) to a node: of tokens with experts there.
   // Row and metadata of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not
-  // staged come from the caller's tensor. Called in senders, after `staged` of this rank.
+  // staged come from the caller's tensor, if all nodes are mapped. Called in senders, after `staged` of this rank.
   __device__ void send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
     char* const staging = context.my_inbox(context.node, &Inbox::staging);
     const char* const rows = params.stages_rows ? staging : params.args.rows;
@@ -89,6 +89,10 @@ struct DispatchRailWarp : RailWarp {
       if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, (end - begin) * token_bytes);
       return;
     }
+    if (!wire().maps(to) && !wire().has_messages(to))
+      return put_tokens(to, begin, end, {staging, staging, params.row_stride, params.args.row_bytes},
+                        {metadata, metadata, params.metadata_bytes, params.metadata_bytes},
+                        [&](int token) { return goes_to(params, token, to); });
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;

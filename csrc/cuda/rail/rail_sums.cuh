@@ -23,11 +23,22 @@ struct CombineRailWarp : RailWarp {
         count_bytes(context.arrays.bytes_sent, to, (end - begin) * (context.slot_stride + weight_bytes));
       return;
     }
+    const auto goes_to = [&](int token) {
+      bool goes = false;
+      for (int local = 0; token < end && local < op.ranks_per_node(); ++local)
+        goes |= __ldcg(table + static_cast<size_t>(token) * context.table_ints + local) >= 0;
+      return goes;
+    };
+    if (!wire().maps(to) && !wire().has_messages(to))
+      return put_tokens(to, begin, end,
+                        {context.remote_rail_buffer(to, &RailArrays::sums), context.my_inbox(to, &Inbox::staging),
+                         context.slot_stride, context.row_bytes},
+                        {context.remote_rail_buffer(to, &RailArrays::weights), context.my_inbox(to, &Inbox::weights),
+                         weight_bytes, weight_bytes},
+                        goes_to);
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       const int lane_token = first + lane * num_senders;
-      bool goes = false;
-      for (int local = 0; lane_token < end && local < op.ranks_per_node(); ++local)
-        goes |= __ldcg(table + static_cast<size_t>(lane_token) * context.table_ints + local) >= 0;
+      const bool goes = goes_to(lane_token);
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
       // Count once for all, as for rows.
@@ -39,8 +50,8 @@ struct CombineRailWarp : RailWarp {
       }
       if (weight_bytes > 0) {
         const size_t offset = static_cast<size_t>(lane_token) * config.num_topk;
-        wire().put_each(to, goes, context.remote_rail_buffer(to, &RailArrays::weights) + offset,
-                        context.my_inbox(to, &Inbox::weights) + offset, config.num_topk);
+        wire().stores().put_each(to, goes, context.remote_rail_buffer(to, &RailArrays::weights) + offset,
+                                 context.my_inbox(to, &Inbox::weights) + offset, config.num_topk);
       }
     }
     puts.drain();

@@ -4,8 +4,9 @@
 //
 //   maps       [thread] return whether this rank maps the rail peer's region; the peer then maps this rank's too
 //   at         [thread] return a remote address as this rank maps it
-//   put        [warp] store data at the peer, later and in any order; addresses and bytes are multiples of 16
-//   put_each   [warp] the same for a few words of 4 bytes of each lane
+//   put        [warp] store data at the peer, later and in any order; to mapped memory addresses and bytes
+//              are multiples of 16
+//   stores     [thread] return the peer wire, for mapped rail peers
 //   signal     [thread] raise a flag at the peer, after all puts made by this thread, and by threads it has waited for
 //   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
 //   quiet      [thread] wait until all puts of this rank, by any block, are complete: they have read their source, and

@@ -19,9 +19,6 @@ struct NcclWire {
   __device__ void put(int node, T* remote, const void* local, uint32_t bytes) const {
     if (maps(node)) stores().put(node, remote, local, bytes);
   }
-  __device__ void put_each(int node, bool has, float* remote, const float* local, int num) const {
-    if (maps(node)) stores().put_each(node, has, remote, local, num);
-  }
 
   // [thread] Raise a flag at the peer. With messages, say that what it covers is ready: the message that brings it
   // there raises the flag. No message brings `aborted`.

@@ -28,17 +28,6 @@ struct NvshmemWire {
     start_put(remote, local, bytes, context.wire.pe[node]);
   }
 
-  // [warp] Start a put for each lane with `has` set, one after the other.
-  __device__ void put_each(int node, bool has, float* remote, const float* local, int num) const {
-    if (maps(node)) return stores().put_each(node, has, remote, local, num);
-    for (uint32_t lanes = __ballot_sync(~0u, has); lanes != 0; lanes &= lanes - 1) {
-      const int lane = __ffs(lanes) - 1;
-      auto* const to = reinterpret_cast<float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(remote), lane));
-      const auto* from = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(local), lane));
-      start_put(to, from, num * sizeof(float), context.wire.pe[node]);
-    }
-  }
-
   // [thread] Raise a flag at the peer, after the puts of all threads counted in before: the fence covers every queue of
   // this rank.
   __device__ void signal(int node, uint64_t* remote_flag, uint64_t value) const {
