@@ -95,6 +95,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(dispatch, "out_rows_per_expert", &DispatchArgs::out_rows_per_expert);
   address(dispatch, "out_counts", &DispatchArgs::out_counts);
   address(dispatch, "wait_ns", &DispatchArgs::wait_ns);
+  address(dispatch, "message_rows", &DispatchArgs::message_rows);
 
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>())
@@ -106,8 +107,13 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(combine, "out", &CombineArgs::out);
   address(combine, "out_weights", &CombineArgs::out_weights);
   address(combine, "wait_ns", &CombineArgs::wait_ns);
+  address(combine, "message_rows", &CombineArgs::message_rows);
 
   m.attr("COMPARED") = std::vector<std::string>(std::begin(kComparedNames), std::end(kComparedNames));
+  const PlanHead head{};  // MessageRows in a plan: int32
+  m.attr("message_rows_bytes") = sizeof(MessageRows);
+  m.attr("planned_message_rows_offset") =
+      reinterpret_cast<const char*>(&head.message_rows) - reinterpret_cast<const char*>(&head);
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);            // at the start of a region; to be zeroed before the first kernel
   m.def("excluded_offset", &excluded_offset);  // in a region: uint64 [num_ranks], 1: the rank has masked this one
@@ -116,10 +122,14 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.def("rank_words", [](const Config& config) { return config.rank_words(); });
   m.def("state_bytes", &state_bytes);
   m.def("report_bytes", &report_bytes);
-  // In the report: int64 [num_local_experts].
+  // In the report: int64 [num_local_experts], and int32, MessageRows.
   m.def("counted_rows_offset", [](const Config& config) {
     ep::Cursor c;
     return reinterpret_cast<size_t>(carve_report(c, config).counted_rows);
+  });
+  m.def("reported_message_rows_offset", [](const Config& config) {
+    ep::Cursor c;
+    return reinterpret_cast<size_t>(carve_report(c, config).message_rows);
   });
   // Return the number of int32 of the largest plan with `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
@@ -221,6 +231,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
            })
       .def("send_by", &Engine::send_by)
       .def("has_captured_messages", &Engine::has_captured_messages)
+      .def("message_bytes", &Engine::message_bytes)
       .def("pace_wire", &Engine::pace_wire)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })

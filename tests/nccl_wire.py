@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import two_hosts
 from round_trip import check_new_buffer, inputs, make_buffer, outputs, round_trip
-from test_dispatch_combine import GRID, Case, check_case, expert_rows, to
+from test_dispatch_combine import GRID, Case, Inputs, check_case, expert_rows, to
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankError, RankPool, same_bits
@@ -90,19 +91,68 @@ def check_decode(rank: int, case: Case) -> None:
             assert torch.allclose(combined.x.float(), right, rtol=3e-2, atol=3e-2), f"seed {seed}"
 
 
-def check_counters(rank: int, case: Case) -> None:
-    """A message has rows and metadata of all tokens that the buffer is for."""
-    num_tokens = test_nodes.NUM_TOKENS
-    peers = [peer for peer in range(rank % case.ranks_per_node, case.num_ranks, case.ranks_per_node) if peer != rank]
-    given = test_nodes.make_inputs(case, [num_tokens] * case.num_ranks, "masked", 3)
-    x, idx, weights = (to("cuda", t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
-    with grid.make_buffer(case, "cuda", num_tokens) as buffer:
-        out, sent, lists = test_nodes.sent_by(buffer, lambda: buffer.dispatch(x, idx, weights))
-        assert [peer for peer, count in enumerate(sent) if count] == peers
-        assert {sent[peer] for peer in peers} == {num_tokens * (case.hidden * 2 + 16)} and all(lists[p] for p in peers)
+def half_at_home(case: Case, num_tokens: list[int], seed: int = 0) -> Inputs:
+    """Two nodes. Every second token has experts on its own node only."""
+    given = test_nodes.make_inputs(case, num_tokens, "uniform", seed)
+    for rank, idx in enumerate(given.topk_idx):
+        scores = torch.rand(len(idx), 2, case.num_experts // 2, generator=torch.Generator().manual_seed(seed + rank))
+        scores[::2, 1 - case.node_of[rank]] = -1
+        idx.copy_(scores.flatten(1).topk(case.num_topk).indices)
+    return given
+
+
+SIZES = ([600, 333, 257, 600], [0, 600, 600, 1], [600, 0, 0, 0])  # tokens of the ranks
+
+
+def check_sizes(rank: int, case: Case, num_tokens: list[int]) -> None:
+    """A message has the rows that its receiver needs where all hosts know the counts, else those of all tokens."""
+    most, given = test_nodes.NUM_TOKENS + 100, half_at_home(case, num_tokens[: case.num_ranks])
+    x, idx, weights = given.on(rank, "cuda")
+    peer = (rank + case.ranks_per_node) % case.num_ranks
+    sent, received = (
+        few if num_tokens[r] - few > num_tokens[r] // 16 else num_tokens[r]  # a few tokens are not left out
+        for r, few in ((r, sum(test_nodes.least_rows(case, given.topk_idx[r], r))) for r in (rank, peer))
+    )
+    row_bytes, num_rows = case.hidden * 2, test_nodes.NUM_ROWS
+    with grid.make_buffer(case, "cuda", most) as buffer:
+
+        def check_sent(num_bytes: int, run):
+            before = buffer.live_engine()._c.message_bytes()
+            result, counted, lists = test_nodes.sent_by(buffer, run)
+            by_host = buffer.live_engine()._c.message_bytes() - before
+            assert counted == [num_bytes * (r == peer) for r in range(case.num_ranks)], num_bytes
+            assert num_bytes <= by_host <= num_bytes + lists[peer] + 4096, (num_bytes, by_host, lists)
+            return result
+
+        out = check_sent(sent * (row_bytes + 16), lambda: buffer.dispatch(x, idx, weights))
+        again = check_sent(sent * row_bytes, lambda: buffer.dispatch(x, handle=out.handle))
+        test_nodes.assert_equal(again.x, out.x, "the cached dispatch")
         y, row_weights = to("cuda", expert_rows(case, out, rank))
-        _, sent, _ = test_nodes.sent_by(buffer, lambda: buffer.combine(y, out.handle, topk_weights=row_weights))
-        assert {sent[peer] for peer in peers} == {num_tokens * (case.hidden * 2 + 4 * case.num_topk)}
+        sums_bytes = row_bytes + 4 * case.num_topk
+        run = partial(buffer.combine, y, out.handle, topk_weights=row_weights)
+        test_nodes.assert_step(case, rank, given, out, check_sent(received * sums_bytes, run), None, "exact")
+        # Not where no host waits, or not every one.
+        for size in (num_rows, num_rows if rank == 0 else None):
+            other = check_sent(most * row_bytes, partial(buffer.dispatch, x, idx, max_recv_rows=size))
+            test_nodes.assert_equal(other.x[: len(out.x)], out.x, "all tokens")
+            check_sent(most * row_bytes, partial(buffer.combine, other.x, other.handle))
+        # A hook on saved tensors copies the plan: the host reads the sizes from it.
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda plan: plan):
+            leaf = x.clone().requires_grad_()
+            out = ep.dispatch(buffer, leaf, idx)
+            sums = ep.combine(buffer, out.x, out.handle)
+        run = partial(torch.autograd.grad, sums, leaf, x)
+        (grad,) = check_sent((sent + received) * row_bytes, run)
+        test_nodes.assert_equal(grad, sums, "the gradient")
+
+
+def sizes(pool: RankPool, case: Case) -> None:
+    for num_tokens in SIZES:
+        pool.run(check_sizes, case, num_tokens)
+    long = replace(case, tokens="many", hidden=7168, layout="rank")  # several messages
+    for seed in range(2):
+        num_tokens = grid.NUM_TOKENS["many"][: case.num_ranks][:: 1 - 2 * seed]
+        check_case(lambda _: pool, "cuda", long, half_at_home(long, list(num_tokens), seed))
 
 
 def check_two_buffers(rank: int, case: Case) -> None:
@@ -261,7 +311,7 @@ PARTS = dict(
     too_few=lambda pool, case: pool.run(test_nodes.too_few_rows, "cuda", case, 6),
     decode=lambda pool, case: pool.run(check_decode, case),
     hooks_in_graphs=lambda pool, case: test_decode.check_graphs(pool, *split_of(case), hooked=True),
-    counters=lambda pool, case: pool.run(check_counters, case),
+    sizes=sizes,
     two_buffers=lambda pool, case: pool.run(check_two_buffers, case),
     late=late,
     differ=lambda pool, case: pool.run(check_differ, case),

@@ -6,17 +6,32 @@ content for the receiver crosses all the same, and overwrites what was there.
 
 Flags beside those of node_protocol.py: ``ready`` (rank, node, wire flag and indices), ``posted`` (rank, message) and
 ``moved`` (receiver, sender's node, message).
+
+In an exact operation the hosts know who needs what. Only such rows and sums cross, and a message without any, in either
+direction, is left out between these two ranks. Rows are packed before they leave, into the memory of sums.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from node_model import EPOCHS, LATE_WRITE, Agent, Place
-from node_protocol import COMBINES, COUNTED, Operation, Protocol, Rank
+from node_protocol import (
+    COMBINES,
+    COUNTED,
+    DISPATCH,
+    FACTORED,
+    HEAD,
+    RELAY_ROWS,
+    RELAY_SUMS,
+    Operation,
+    Protocol,
+    Rank,
+)
 
 READY = "a message waits until it is ready"
 MOVED = "flags rise behind a message"
 EPOCH = "no flag rises behind a message that was not ready: its sender has aborted"
+SENT = "the relay waits for exact messages that only send, too"
 GARBAGE = EPOCHS - 1  # content of such a message
 
 
@@ -27,12 +42,26 @@ class Message(NamedTuple):
 
 
 class MessageOperation(Operation):
-    all_cross = True
+    asks_for_inbox = False
 
     def begin(self) -> None:
         super().begin()
-        self.is_counted = self.protocol.programs[self.me][self.epoch - 1] == COUNTED
+        operation = self.protocol.programs[self.me][self.epoch - 1]
+        self.is_counted = operation == COUNTED
+        self.exact = self.epoch in self.protocol.exact and operation not in (DISPATCH, FACTORED)
+        self.all_cross = not self.exact
         self.side_stream()
+
+    def parts(self, message: Message, node: int) -> tuple[bool, bool]:
+        """Return whether a message has something for a node, and from it."""
+        if not self.exact or message.flag in ("call_arrived", "items_arrived"):
+            return True, True
+        (chunk,), peer = message.chunk, (node, self.local)
+        there, back = (
+            self.usable and any(at == to for at, _ in self.routing[source, chunk])
+            for source, to in ((self.me, node), (peer, self.node))
+        )
+        return (back, there) if self.kind in COMBINES else (there, back)
 
     def raise_on_wire(self, agent: Agent, flag: Place) -> None:
         name, peer, _, *chunk = flag
@@ -48,11 +77,50 @@ class MessageOperation(Operation):
             weights = [Message("rows_arrived", (0,))] * self.has_combine_weights
             return calls + weights + [Message("sums_arrived", (chunk,), True) for chunk in self.chunks]
         rows = [Message("rows_arrived", (chunk,), True) for chunk in self.chunks]
-        return calls + rows[:1] + [Message("items_arrived", (), True)] * self.is_new + rows[1:]
+        early = 0 if self.exact else 1
+        return calls + rows[:early] + [Message("items_arrived", (), True)] * self.is_new + rows[early:]
+
+    def send_rows(self, agent: Agent, node: int, chunk: int) -> None:
+        if not self.exact:
+            super().send_rows(agent, node, chunk)
+        elif self.parts(Message("rows_arrived", (chunk,)), node)[0] and self.may_send(agent):
+            self.wait(agent, "staged", self.me, chunk)
+            if self.is_new:
+                agent.read(("sent_nodes", self.me), self.epoch)
+            agent.read(("staging", self.me, self.node, chunk), self.epoch)
+            agent.write(("sums", self.me, node, chunk), self.epoch)
+            self.signal(agent, ("rows_arrived", (node, self.local), self.node, chunk))
+
+    def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
+        if not self.exact:
+            super().relay_rows(agent, node, chunks)
+        elif self.crosses(agent):
+            if self.is_new:
+                self.wait(agent, "listed", self.me, rule=HEAD)
+                agent.read(("head", self.me), self.epoch)
+            for chunk in chunks:
+                self.wait_for_message(agent, Message("rows_arrived", (chunk,)), node, RELAY_ROWS)
+                self.raise_at_neighbours(agent, "staged", (node, self.local), chunk)
+
+    def send_sums(self, agent: Agent, node: int, chunk: int) -> None:
+        if self.parts(Message("sums_arrived", (chunk,)), node)[0]:
+            super().send_sums(agent, node, chunk)
+
+    def relay_sums(self, agent: Agent, node: int) -> None:
+        for chunk in self.chunks if self.crosses(agent) else ():
+            self.wait_for_message(agent, Message("sums_arrived", (chunk,)), node, RELAY_SUMS)
+            agent.raise_flag(("sums_relayed", self.me, node, chunk), self.epoch)
+
+    def wait_for_message(self, agent: Agent, message: Message, node: int, rule: str) -> None:
+        sends, receives = self.parts(message, node)
+        if receives or (sends and self.keeps(SENT)):
+            self.wait(agent, message.flag, node, *message.chunk, rule=rule)
 
     def arrays(self, message: Message, node: int) -> Iterator[tuple[Place, Place | None, int]]:
         """Yield (cell there, cell here, content); no cell here if the content is for nobody."""
         peer = (node, self.local)
+        if not self.parts(message, node)[0]:
+            return
         if message.flag == "call_arrived":
             for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
                 yield there, here, self.epoch
@@ -68,7 +136,8 @@ class MessageOperation(Operation):
                     yield there, here, self.epoch
         elif message.flag == "rows_arrived":
             (chunk,) = message.chunk
-            yield ("staging", peer, self.node, chunk), ("staging", self.me, self.node, chunk), self.epoch
+            here = ("sums", self.me, node, chunk) if self.exact else ("staging", self.me, self.node, chunk)
+            yield ("staging", peer, self.node, chunk), here, self.epoch
         else:
             (chunk,) = message.chunk
             receivers = self.receivers(peer, chunk) if self.usable else []
@@ -84,19 +153,21 @@ class MessageOperation(Operation):
             agent.wait(("streamed", self.me), self.epoch - 1)
         for number, message in enumerate(self.messages()):
             is_broken = self.is_broken(self.me, number)
+            sends = [node for node in self.others if self.parts(message, node)[0]]
+            nodes = [node for node in self.others if any(self.parts(message, node))]
             if not is_broken:
                 agent.wait(("begun", self.me), self.epoch)
             if message.second and self.is_counted and not is_broken:
                 agent.wait(("launched", self.me), self.epoch)
-            for node in self.others if self.keeps(READY) and not is_broken else ():
+            for node in sends if self.keeps(READY) and not is_broken else ():
                 agent.wait(("ready", self.me, node, message.flag, *message.chunk), self.epoch)
             agent.raise_flag(("posted", self.me, number), self.epoch)
-            for node in self.others:
+            for node in nodes:
                 self.move(number, message, node)
-            for node in self.others if self.keeps(MOVED) else ():
+            for node in nodes if self.keeps(MOVED) else ():
                 agent.wait(("moved", self.me, node, number), self.epoch)  # received
                 agent.wait(("moved", (node, self.local), self.node, number), self.epoch)  # sent
-            for node in self.others if not is_broken else ():
+            for node in nodes if not is_broken else ():
                 if not (self.keeps(EPOCH) and self.is_broken((node, self.local), number)):
                     agent.raise_flag((message.flag, self.me, node, *message.chunk), self.epoch)
         agent.raise_flag(("streamed", self.me), self.epoch)
@@ -135,11 +206,18 @@ class MessageProtocol(Protocol):
     """A Protocol over messages. All ranks have the same program: differing ranks end the buffer.
 
     ``broken``: ranks that abort, and of each the first message that was not ready: (epoch, number). Its side stream
-    goes on, and exchanges all further messages at once, whatever its arrays hold.
+    goes on, and exchanges all further messages at once, whatever its arrays hold. ``exact``: operations whose messages
+    are exact, except for dispatches in one launch and combine weights.
     """
 
-    def __init__(self, *args, broken: Mapping[Rank, tuple[int, int]] | None = None, **options):
-        self.broken = broken or {}
+    def __init__(
+        self,
+        *args,
+        broken: Mapping[Rank, tuple[int, int]] | None = None,
+        exact: Iterable[int] = (),
+        **options,
+    ):
+        self.broken, self.exact = broken or {}, set(exact)
         super().__init__(*args, **options)
 
     def make_operation(self, rank: Rank, epoch: int) -> None:

@@ -126,7 +126,8 @@ class Protocol:
 class Operation:
     """The agents of one operation on one rank."""
 
-    all_cross = False  # whether everything crosses with any plan: messages of the NCCL wire do
+    all_cross = False  # whether everything crosses with any plan: messages of the NCCL wire do, unless they are exact
+    asks_for_inbox = True  # whether early rows wait until the peer's inbox is free
 
     def __init__(self, protocol: Protocol, rank: Rank, epoch: int):
         self.protocol, self.me, self.epoch = protocol, rank, epoch
@@ -449,7 +450,7 @@ class Operation:
             return
         peer = (node, self.local)
         self.wait(agent, "staged", self.me, chunk)
-        if self.early and not self.all_cross:
+        if self.early and self.asks_for_inbox:
             self.wait(agent, "inbox_free", node, rule=INBOX_FREE)
         if self.is_new and not self.early:  # early rows look at the choices of experts, which the caller owns
             agent.read(("sent_nodes", self.me), self.epoch)

@@ -280,8 +280,10 @@ def test_rules_that_agreement_covers():
     + [((10, 1, 1), 1)],
 )
 def test_no_order_goes_wrong_over_messages(shape, length, blocks):
-    programs = product((*OPERATIONS, FACTORED), repeat=length)
-    check(shape, programs, unusable=((), (1,)), blocks=[blocks], kind=messages.MessageProtocol, early=MIXED)
+    options = dict(unusable=((), (1,)), blocks=[blocks], kind=messages.MessageProtocol, early=MIXED)
+    check(shape, product((*OPERATIONS, FACTORED), repeat=length), **options)
+    for exact in ([1, 2, 3], [2]):
+        check(shape, product((COUNTED, CACHED, COMBINE, HOOKED), repeat=length), exact=exact, **options)
 
 
 NEEDED_BY_MESSAGES = {
@@ -311,6 +313,15 @@ def test_each_rule_is_needed_by_messages(rule):
         for program, blocks, unusable in product(programs, BOTH, ((), (1, 2)))
     )
     assert faults_in(models) == NEEDED_BY_MESSAGES[rule]
+
+
+def test_messages_that_only_send_are_awaited_too():
+    programs = [COUNTED, CACHED, CACHED], [COMBINE, HOOKED, COMBINE, CACHED]
+    models = (
+        over_messages(shape, program, exact=range(1, 5), blocks=blocks, without=[messages.SENT])
+        for shape, program, blocks in product(((2, 1, 2), (2, 2, 2)), programs, BOTH)
+    )
+    assert faults_in(models) == faults(stale="sums, weights")
 
 
 PROGRAMS_OF_MESSAGES = [DISPATCH, COMBINE, DISPATCH, COMBINE], [COUNTED, CACHED, HOOKED], [FACTORED, HOOKED, FACTORED]

@@ -133,4 +133,14 @@ struct Config {
   size_t max_metadata_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
+// Rows in exact messages of the NCCL wire with one plan (messages.h). Part of its head; also reported to a host that
+// waits for counts.
+struct MessageRows {
+  int32_t known;  // 1: all hosts have waited for the counts. 0: nothing below is known, and nothing is packed
+  // A bit per other node: messages to it have only tokens with experts there, and their rows are numbered without gaps
+  // (Plan::sent_rows). In others the row is the token.
+  uint32_t packed;
+  int32_t to[kMaxNodes], from[kMaxNodes];  // rows of this rank's tokens for each node; of its rail peer's tokens there
+};
+
 }  // namespace ep::cuda

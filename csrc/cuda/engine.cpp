@@ -76,6 +76,8 @@ void Engine::send_by(std::shared_ptr<NcclComm> comm) {
 
 bool Engine::has_captured_messages() const { return messages_ && messages_->has_captured(); }
 
+uint64_t Engine::message_bytes() const { return messages_ ? messages_->bytes() : 0; }
+
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
   const bool extras = args.wait_ns || context_.config.masks;
   if (messages_) messages_->follow(stream);

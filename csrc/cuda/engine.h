@@ -49,6 +49,9 @@ struct DispatchArgs {
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
   int32_t rail_blocks = 0;     // the last blocks of a launch, for the rail; 0 with one node
   int32_t label = 0;           // the caller's number, for the error of rows that do not fit
+  // NCCL wire: those of the plan, in host memory, so messages of this launch are exact; null: they have all tokens that
+  // the buffer is for
+  const MessageRows* message_rows = nullptr;
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.
@@ -65,8 +68,9 @@ struct CombineArgs {
   char* out = nullptr;                     // [num_tokens, row_bytes]
   float* out_weights = nullptr;            // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
-  int64_t* wait_ns = nullptr;  // as in DispatchArgs, as is the next
+  int64_t* wait_ns = nullptr;  // as in DispatchArgs, as are the next two
   int32_t rail_blocks = 0;
+  const MessageRows* message_rows = nullptr;
 };
 
 // A routing, to be compared with that of a plan. All addresses are of device memory.
@@ -97,6 +101,8 @@ class Engine {
   void send_by(std::shared_ptr<NcclComm> comm);
   bool sends_messages() const { return messages_ != nullptr; }
   bool has_captured_messages() const;
+  // [host] Return the bytes of all messages enqueued so far; 0 without messages.
+  uint64_t message_bytes() const;
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
   // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, except

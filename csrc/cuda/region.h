@@ -14,13 +14,18 @@ struct Counts {
 
   // [host] Return the number of int32 of one rank's counts.
   static int ints(const Config& config) {
-    return static_cast<int>(round_up(config.num_ranks() + static_cast<size_t>(config.num_experts), 4));
+    const size_t nodes = config.num_nodes > 1 ? config.num_nodes : 0;
+    return static_cast<int>(round_up(config.num_ranks() + config.num_experts + nodes, 4));
   }
 
 #ifdef __CUDACC__
   __device__ int32_t& num_items(int rank) const { return data[rank]; }  // items from the source to `rank`
   // Tokens of the source for `expert`.
   __device__ int32_t& num_tokens(const Config& config, int expert) const { return data[config.num_ranks() + expert]; }
+  // Tokens of the source with experts on `node`. Written on the NCCL wire, by a rank whose host waits for counts.
+  __device__ int32_t& num_rows(const Config& config, int node) const {
+    return data[config.num_ranks() + config.num_experts + node];
+  }
 #endif
 };
 
@@ -53,8 +58,11 @@ struct RailArrays {
   // Written by the rail peer, read by this rank.
   Tagged* call;       // [2, Call::kNumWords] by parity of the epoch: its Call, for this rank's relay
   int32_t* table_in;  // [max_tokens, table_ints] numbers of the rail peer's items on this node
-  char* sums;  // [max_tokens, slot_stride] that node's sums of this rank's tokens; direct ones come from all its blocks
-  float* weights;  // [max_tokens, num_topk] that node's weights of this rank's tokens
+  char*
+      sums;  // [max_tokens, slot_stride] that node's sums of this rank's tokens; direct ones come from all its blocks.
+             // In a dispatch with packed rows, written by this rank's senders: [max_tokens, row_stride] these rows
+  char* packed_metadata;  // [max_tokens, metadata_bytes] their metadata
+  float* weights;         // [max_tokens, num_topk] that node's weights of this rank's tokens
   // Written by the ranks of this node, read by this rank.
   char* slots;  // [ranks_per_node, window_slots, slot_stride] partial sums of the rail peer's tokens, by receiver and
                 // token: token t has the slot t % window_slots
@@ -129,6 +137,7 @@ RailArrays carve_rail(C& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
   RailArrays rail;
   c.take(rail.sums, "sums", tokens * config.slot_stride(), kLine);
+  c.take(rail.packed_metadata, "tails", tokens * config.max_metadata_bytes());
   c.take(rail.items_out, "items", locals * tokens * config.item_ints());
   c.take(rail.table_out, "tables", tokens * config.table_ints());
   c.take(rail.call, kFlags, 2 * Call::kNumWords);

@@ -116,6 +116,7 @@ struct ReportArrays {
   uint64_t* late;         // [rank_words] RankSet of late ranks: waited for in vain, or named by a rank that has aborted
   ErrorRows* error_rows;  // [num_ranks] of Report::facts
   int64_t* counted_rows;  // [num_local_experts] rows per expert, valid if Report::num_rows > 0
+  MessageRows* message_rows;  // NCCL wire: of the plan of Report::counted
 };
 
 // [host] Lay out the pinned memory of one rank, or measure it.
@@ -125,6 +126,7 @@ inline ReportArrays carve_report(Cursor& c, const Config& config) {
   reports.late = c.take<uint64_t>(config.rank_words());
   reports.error_rows = c.take<ErrorRows>(config.num_ranks());
   reports.counted_rows = c.take<int64_t>(config.num_local_experts());
+  reports.message_rows = c.take<MessageRows>(1);
   return reports;
 }
 

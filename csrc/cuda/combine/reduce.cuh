@@ -6,6 +6,12 @@
 
 namespace ep::cuda::EP_KERNELS {
 
+// [thread] Return where a sum or weights of an own token come from another node: the token, or as Plan::sent_rows.
+__device__ inline int row_at(const Context& context, const Plan& plan, int node, int token) {
+  if (!has_messages(context) || (plan.head->message_rows.packed >> node & 1) == 0) return token;
+  return __ldg(plan.sent_rows + static_cast<size_t>(node) * context.config.max_tokens + token);
+}
+
 // [warp] Write the weights of own tokens to the output: 0 where a column has no expert. The tokens' partial sums have
 // arrived, and the weights with them.
 __device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
@@ -26,7 +32,8 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
       const bool chosen = plan.head->usable && sent_k[token] >> k % 32 & 1;
       const int node = chosen && context.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
       const float* weights = node == context.node ? own_weights : context.local_rail_buffer(node, &RailArrays::weights);
-      values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
+      const int row = node == context.node ? token : row_at(context, plan, node, token);
+      values[u] = chosen ? __ldcg(weights + row * num_topk + k) : 0.0f;
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u)
@@ -102,12 +109,12 @@ struct Reducer {
     return taken;
   }
 
-  // [warp] Take this block's next batch of the rail peers' tokens, or none. Their number comes from the peer's Call.
+  // [warp] Take this block's next batch of the rail peers' tokens, or none.
   __device__ TokenBatch take_for_others() {
     for (; order < progress_flags().num_sums(); ++order, next_begin = begin_of(order)) {
       const int node = node_of_sum(context, order), length = context.config.window_chunk;
       const int first = order / progress_flags().others * length;
-      const int end = min(field_of(op, context.rail_peer(node), Field::kNumTokens), first + length);
+      const int end = min(rows_from(op, params.plan, node), first + length);
       const int begin = first + next_begin;
       if (begin >= end) continue;
       next_begin += for_others.num_blocks * kBatch;
@@ -160,11 +167,11 @@ struct Reducer {
     // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);
     const bool awaited = lane < context.num_others() && (all >> (lane + (lane >= context.node)) & 1);
-    const int last = (tokens.begin + tokens.num - 1) >> context.config.log_sum_chunk;
+    const int last = tokens.begin + tokens.num - 1, node = lane + (lane >= context.node);
+    const int row = awaited ? row_at(context, params.plan, node, last) : -1;
     // These flags are about the rail peers, and the relay of this rank raises them.
     return wait_for_chunks(op, Phase::kNodeSums, context.own.sums_relayed + lane * context.max_sum_chunks,
-                           awaited ? last : -1, context.rail_peer(lane + (lane >= context.node)), op.rank(),
-                           last_relayed);
+                           row >> context.config.log_sum_chunk, context.rail_peer(node), op.rank(), last_relayed);
   }
 
   // [thread] Return a loaded item of this rank.
@@ -230,8 +237,11 @@ struct Reducer {
     const auto fill = [&](const char** addends, int32_t*) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
-        for (; some != 0; some &= some - 1)
-          *addends++ = context.local_rail_buffer(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
+        for (; some != 0; some &= some - 1) {
+          const int node = __ffs(some) - 1;
+          const size_t row = row_at(context, params.plan, node, static_cast<int>(token));
+          *addends++ = context.local_rail_buffer(node, &RailArrays::sums) + row * context.slot_stride;
+        }
       };
       add_nodes(nodes & ((1u << context.node) - 1));
 #pragma unroll 1

@@ -64,7 +64,7 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
 #pragma unroll 1
   for (int node = 0; node < context.num_nodes(); ++node) {
     if (node == context.node) continue;
-    const int num = field_of(op, context.rail_peer(node), Field::kNumTokens) * context.table_ints;
+    const int num = rows_from(op, params.plan, node) * context.table_ints;
     const int32_t* const from = context.local_rail_buffer(node, &RailArrays::table_in);
     int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
 #pragma unroll 1

@@ -10,7 +10,7 @@ struct Item {
   int32_t* data;
   int max_copies;
 
-  __device__ int32_t token() const { return data[0]; }       // of the source
+  __device__ int32_t token() const { return data[0]; }  // of the source; with packed rows its row (Plan::sent_rows)
   __device__ int32_t num_copies() const { return data[1]; }  // local experts of the token, in ascending order
   // Expert layout: the output row of each copy. Rank layout: the local expert of each copy.
   __device__ int32_t& value(int copy) const { return data[2 + copy]; }

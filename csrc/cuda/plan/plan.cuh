@@ -79,6 +79,11 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
                               for (int local = 0; local < op.ranks_per_node(); ++local)
                                 counts_for(local).num_items(to) = sum;
                             });
+  if (has_messages(context) && params.args.num_rows < 0 && PullWarps::warp() == PullWarps::kWarps - 1) {
+    const int node = threadIdx.x % 32, rows = rows_before(context, params.plan, params.args.num_tokens);
+    for (int local = 0; node < context.num_nodes() && local < op.ranks_per_node(); ++local)
+      counts_for(local).num_rows(context.config, node) = rows;
+  }
   PullWarps::sync();
   if (PullWarps::warp() == 0) announce(op, call_of(params), true);
 }
@@ -212,9 +217,46 @@ __device__ inline void report_rows(const Op& op, const DispatchParams& params, i
   *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
 }
 
+// [warp] Return whether every host waits for the counts, and so knows the size of exact messages. Called in planning
+// blocks, after find_first_rows.
+__device__ inline bool all_hosts_wait(const Op& op, const Scratch& scratch) {
+  bool all = true;
+#pragma unroll 1
+  for (int rank = threadIdx.x % 32; rank < op.num_ranks(); rank += 32) all &= scratch.max_rows[rank] < 0;
+  return __all_sync(~0u, all);
+}
+
+// [warp] Write the rows of messages to the head of the plan, and report them to a waiting host. Without a usable plan
+// exact messages have none. Called in write_head.
+__device__ inline void write_message_rows(const Op& op, const DispatchParams& params, bool usable, bool known) {
+  const Context& context = op.context;
+  const int node = threadIdx.x % 32;
+  int to = 0, from = 0;
+  bool packs = false;
+  if (usable && known && node < context.num_nodes() && node != context.node) {
+    const auto rows_of = [&](int source, int of) {
+      return __ldcg(&own_counts(op, source).num_rows(context.config, of));
+    };
+    const int source = context.rail_peer(node), sent_tokens = field_of(op, source, Field::kNumTokens);
+    to = rows_of(op.rank(), node), from = rows_of(source, context.node);
+    packs = is_packed(to, params.args.num_tokens);
+    if (!packs) to = params.args.num_tokens;
+    if (!is_packed(from, sent_tokens)) from = sent_tokens;
+  }
+  const uint32_t packed = __ballot_sync(~0u, packs);
+  const auto write = [&](MessageRows& rows) {
+    if (node == 0) rows.known = known, rows.packed = packed;
+    if (node < kMaxNodes) rows.to[node] = to, rows.from[node] = from;
+  };
+  write(params.plan.head->message_rows);
+  if (has_messages(context) && params.args.num_rows < 0) write(*context.reports.message_rows);
+  __syncwarp();
+}
+
 // [warp] Write the head of the plan, and report the rows. Called in one warp of block 0. Without `usable` the counts
-// are not read: after a difference they may be stale.
-__device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
+// are not read: after a difference they may be stale. `known`: as in MessageRows.
+__device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable,
+                           bool known) {
   const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
   PlanHead& head = *params.plan.head;
   // Find the first item of each source. Count the partial sums of a combine: from ranks of this node, for tokens of
@@ -244,6 +286,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     head.num_rows = usable ? static_cast<int32_t>(scratch.needed[op.rank()]) : 0;
     head.usable = usable;
   }
+  if (op.context.num_nodes() > 1) write_message_rows(op, params, usable, known);
   __syncwarp();
   report_rows(op, params, head.num_rows);
 }
@@ -267,7 +310,7 @@ __device__ bool wait_for_free_staging(const Op& op, const DispatchParams& params
 // do not fit; the verdict is still kAgree. An unusable plan has no items, and the caller's counts are 0. After kAgree
 // and kDiffer the last planning block raises `listed`: by then all lists, tables and the plan's head are written.
 __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
-  __shared__ bool usable;
+  __shared__ bool usable, known;
   const Context& context = op.context;
   Cursor c(shared);
   const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps);
@@ -283,14 +326,16 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
   if (threadIdx.x < 32) {
     const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
-    if (threadIdx.x == 0) usable = fits;
+    // After a difference nothing more is sent for this plan.
+    const bool all_know = has_messages(context) && (verdict != Verdict::kAgree || all_hosts_wait(op, scratch));
+    if (threadIdx.x == 0) usable = fits, known = all_know;
   }
   PullWarps::sync();
   // Write the head in the last warp: with few tokens it has none to list.
-  if (op.block == 0 && PullWarps::warp() == PullWarps::kWarps - 1) write_head(op, params, scratch, usable);
+  if (op.block == 0 && PullWarps::warp() == PullWarps::kWarps - 1) write_head(op, params, scratch, usable, known);
   // List the items, or clear the caller's counts.
   if (usable) {
-    list_items(op, params, scratch);
+    list_items(op, params, scratch, known);
   } else if (op.block == 0) {
     for (int e = threadIdx.x; e < context.num_local_experts; e += PullWarps::kThreads) params.write_counts(e, 0, 0);
   }

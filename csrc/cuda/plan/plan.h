@@ -19,9 +19,10 @@ struct alignas(16) PlanSizes {
 // write_head, and other blocks read it after `listed` of this rank; or in publish_plan, and each block has a head of
 // its own in this operation.
 struct PlanHead : PlanSizes {
-  int32_t made;    // epoch of its dispatch, low 32 bits
-  int32_t layout;  // Layout of the output
-  int32_t usable;  // 0: the rows do not fit, or the ranks differ; then the plan has no items
+  int32_t made;              // epoch of its dispatch, low 32 bits
+  int32_t layout;            // Layout of the output
+  int32_t usable;            // 0: the rows do not fit, or the ranks differ; then the plan has no items
+  MessageRows message_rows;  // only with several nodes
 
   // [host] Take the memory of a head.
   static PlanHead* take(Cursor& c, const Config& config) {
@@ -61,14 +62,17 @@ struct Plan {
   // [num_local_experts + 1] first row of each expert group, then the end. In decode layout as if the groups were
   // adjacent.
   int32_t* expert_begin;
-  // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank, or of its rail peer there: the number of the
-  // token's item at each rank of this node, or -1. Read by combines.
+  // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank, or by row for those of its rail peer there:
+  // the number of the token's item at each rank of this node, or -1. Read by combines.
   int32_t* tables;
   // [ceil(num_topk / 32), max_tokens] own tokens: a bit per column of topk_idx with an expert, 32 columns in a word
   uint32_t* sent_k;
   uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes.
                          // Also written for a plan that turns out unusable
-  uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Only with several nodes
+  // [num_nodes, max_tokens] own tokens: the row for a node; of a token without one, that of the last token before it,
+  // or -1. Only for nodes in MessageRows::packed; for other nodes the row is the token.
+  int32_t* sent_rows;
+  uint8_t* k_node;  // [max_tokens, num_topk] node of each column's expert. Only with several nodes
   // [max_far_chunks, num_ranks] by chunk of tokens and source on another node: the number of its first item here with a
   // token in this chunk or a later one. Unwritten for chunk 0, where it is 0, and for sources without items here.
   int32_t* chunk_begin;
@@ -85,6 +89,7 @@ inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   plan.tables = c.take<int32_t>(config.num_nodes * tokens * config.table_ints());
   plan.sent_k = c.take<uint32_t>((config.num_topk + 31) / 32 * tokens);
   plan.sent_nodes = c.take<uint32_t>(tokens_of_nodes);
+  plan.sent_rows = c.take<int32_t>(tokens_of_nodes * config.num_nodes);
   plan.k_node = c.take<uint8_t>(tokens_of_nodes * config.num_topk);
   plan.chunk_begin = c.take<int32_t>(static_cast<size_t>(config.max_far_chunks()) * config.num_ranks());
   plan.items = c.take<int32_t>(capacity * config.item_ints());

@@ -215,11 +215,37 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token)
   }
 }
 
+// [thread] Return whether messages with `rows` of a rank's tokens are packed. Packing takes a copy, so it must leave
+// out more than a sixteenth. Both ends find the same.
+__device__ inline bool is_packed(int rows, int num_tokens) { return num_tokens - rows > num_tokens / 16; }
+
+// [warp] Return in lane n the number of tokens before `end` with experts on node n, another one. Called in planning
+// blocks, once all of them have counted.
+__device__ inline int rows_before(const Context& context, const Plan& plan, int end) {
+  constexpr int kTogether = 8;  // loads under way
+  const int lane = threadIdx.x % 32;
+  int rows = 0;
+#pragma unroll 1
+  for (int first = lane; first - lane < end; first += 32 * kTogether) {
+    uint32_t nodes[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) nodes[i] = first + 32 * i < end ? __ldcg(plan.sent_nodes + first + 32 * i) : 0;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+#pragma unroll 1
+      for (int node = 0; node < context.num_nodes(); ++node) {
+        const int num = __popc(__ballot_sync(~0u, nodes[i] >> node & 1));
+        rows += lane == node ? num : 0;
+      }
+  }
+  return rows;
+}
+
 // [team] Write the items and tables of this rank's tokens. Called by the pull warps of a planning block, after
 // find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
-// plan, and for other nodes to table_out. The plan also gets sent_k and k_node. `agree` has freed all this memory.
-// No barrier at the end.
-__device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+// plan, and for other nodes to table_out. The plan also gets sent_k and k_node, and with rows `known` (MessageRows)
+// sent_rows. `agree` has freed all this memory. No barrier at the end.
+__device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch, bool known) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;
   const Context& context = op.context;
@@ -238,6 +264,15 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     scan.expert_offset[e] += scratch.expert_before[e] + __ldcg(block_num_tokens + e);
   for (int rank = lane; rank < op.num_ranks(); rank += 32)
     scan.rank_offset[rank] += __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
+  // Lane n has the next row for node n.
+  uint32_t packed = 0;
+  int next_row = 0;
+  if (op.context.num_nodes() > 1 && known) {
+    const bool is_other = lane < op.context.num_nodes() && lane != context.node;
+    packed = __ballot_sync(
+        ~0u, is_other && is_packed(__ldcg(&own_counts(op, op.rank()).num_rows(config, lane)), params.args.num_tokens));
+    if (packed != 0) next_row = rows_before(context, params.plan, scan.begin);
+  }
   __syncwarp();
   const uint32_t lower_lanes = (1u << lane) - 1;
   const auto number_at = [&](int rank) {  // of the lane's item
@@ -245,14 +280,25 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   };
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
-    scan.load(first, false);
+    const uint32_t nodes = scan.load(first, false);
     // Write the numbers of the token's items to the tables.
 #pragma unroll 1
-    for (int node = 0; token < scan.end && node < op.context.num_nodes(); ++node) {
+    for (int node = 0; node < op.context.num_nodes(); ++node) {
+      int row = token;
+      bool has_row = token < scan.end;
+      if (packed >> node & 1) {
+        const uint32_t lanes = __ballot_sync(~0u, nodes >> node & 1);
+        const bool goes = lanes >> lane & 1;
+        row = __shfl_sync(~0u, next_row, node) + __popc(lanes & lower_lanes);
+        if (has_row) params.plan.sent_rows[static_cast<size_t>(node) * config.max_tokens + token] = row - !goes;
+        has_row = goes;
+        next_row += lane == node ? __popc(lanes) : 0;
+      }
+      if (!has_row) continue;
       int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
                                                                               config.max_tokens * context.table_ints
                                                    : context.local_rail_buffer(node, &RailArrays::table_out)) +
-                             static_cast<size_t>(token) * context.table_ints;
+                             static_cast<size_t>(row) * context.table_ints;
 #pragma unroll 1
       for (int local = 0; local < locals; ++local) {
         const int rank = node * locals + local;
@@ -273,7 +319,12 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & lower_lanes);
         const auto [copies, copy] = count_local(scan.lane_choices(), num_vectors, begin, num_local, expert);
         const Item item = item_of(rank, number_at(rank));
-        if (copy == 0) item.begin(token, copies);
+        if (copy == 0) {
+          const int node = context.node_of(rank);
+          const bool packs = packed >> node & 1;
+          item.begin(packs ? params.plan.sent_rows[static_cast<size_t>(node) * config.max_tokens + token] : token,
+                     copies);
+        }
         item.value(copy) = expert_layout ? row : expert - begin;
         item.k(copy) = static_cast<uint8_t>(k);
       }

@@ -1,5 +1,6 @@
-// Long puts of one sender to mapped memory of a rail peer: rows and sums. They are bulk copies through shared memory,
-// with several under way at once. A copy through registers waits for the loads of a row before it stores them.
+// Long puts of one sender to mapped memory of a rail peer, or for a message to own memory: rows and sums. They are bulk
+// copies through shared memory, with several under way at once. A copy through registers waits for the loads of a row
+// before it stores them.
 #pragma once
 #include "cuda/rail/wire.cuh"
 

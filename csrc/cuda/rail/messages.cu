@@ -18,8 +18,7 @@ __global__ void between(const __grid_constant__ Between params) {
   const int lane = threadIdx.x;
   const auto* const state = static_cast<const volatile State*>(params.state);
   const uint64_t epoch = state->epoch + 1;
-  if (lane < params.num_raisers && state->aborted == 0 &&
-      params.message_epochs[lane + (lane >= params.node)] == epoch) {
+  if (lane < params.num_raisers && state->aborted == 0 && params.message_epochs[params.raisers[lane]] == epoch) {
     ptx::fence_system();
     for (int i = 0; i < params.num_flags; ++i) ptx::store_relaxed(params.raises[lane] + i, epoch);
   }
@@ -69,43 +68,71 @@ void Messages::launch_between() {
   between_ = Between{};
 }
 
-template <class Arrays>
-void Messages::exchange(uint64_t* flags, int max_chunks, int begin, int end, const Arrays& arrays) {
+template <class PartOf, class Arrays>
+void Messages::exchange(uint64_t* flags, int max_chunks, int begin, int end, const PartOf& part_of,
+                        const Arrays& arrays) {
   const Region& own = context_.own;
   const auto each_node = [&](const auto& run) {
-    for (int node = 0; node < context_.config.num_nodes; ++node)
-      if (node != context_.node) run(node);
+    for (int node = 0; node < context_.config.num_nodes; ++node) {
+      if (node == context_.node) continue;
+      const Part part = part_of(node);
+      if (part.num_ready > 0 || part.received > 0) run(node, part);
+    }
   };
   // Wait for the last chunk: it rises after all others. A flag has the index of this node at the peer.
-  each_node([&](int node) {
+  each_node([&](int node, const Part& part) {
+    if (part.num_ready == 0) return;
     const uint64_t* const ready = own.ready + other_node_idx(node) * own.wire_flags;
     const int index = context_.node - (context_.node > node);
-    between_.waits[between_.num_waits++] = ready + (flags - own.inbox_free) + index * max_chunks + end - 1;
+    between_.waits[between_.num_waits++] =
+        ready + (flags - own.inbox_free) + index * max_chunks + begin + part.num_ready - 1;
   });
   launch_between();
   comm_->group([&] {
-    each_node([&](int node) {
-      const auto add = [&](const Array& array) {
-        comm_->send(array.local, array.bytes, node, stream_);
-        comm_->receive(array.received, array.bytes, node, stream_);
+    each_node([&](int node, const Part& part) {
+      const auto exchange_array = [&](const Array& array, size_t sent, size_t received) {
+        if (sent > 0) comm_->send(array.local, sent * array.bytes, node, stream_);
+        if (received > 0) comm_->receive(array.received, received * array.bytes, node, stream_);
+        bytes_ += sent * array.bytes;
       };
-      arrays(node, add);
-      add(Array{own.message_epochs + context_.node, own.message_epochs + node, sizeof(uint64_t)});
+      arrays(node, [&](const Array& array) { exchange_array(array, part.sent, part.received); });
+      exchange_array({own.message_epochs + context_.node, own.message_epochs + node, sizeof(uint64_t)}, 1, 1);
     });
   });
-  each_node(
-      [&](int node) { between_.raises[between_.num_raisers++] = flags + other_node_idx(node) * max_chunks + begin; });
+  each_node([&](int node, const Part&) {
+    between_.raisers[between_.num_raisers] = node;
+    between_.raises[between_.num_raisers++] = flags + other_node_idx(node) * max_chunks + begin;
+  });
   between_.num_flags = end - begin;
 }
 
-template <class Exchange>
-void Messages::split(int num_tokens, int log_chunk, size_t token_bytes, const Exchange& exchange) {
-  const int num_chunks = (num_tokens + (1 << log_chunk) - 1) >> log_chunk;
-  const size_t chunk_bytes = token_bytes << log_chunk;
+MessageRows Messages::rows_of(const MessageRows* rows) const {
+  if (rows) return *rows;
+  MessageRows all{};
+  std::fill_n(all.to, kMaxNodes, context_.config.max_tokens);
+  std::fill_n(all.from, kMaxNodes, context_.config.max_tokens);
+  return all;
+}
+
+template <class BehindFirst, class Arrays>
+void Messages::exchange_rows(uint64_t* flags, int max_chunks, int log_chunk, const int32_t* sent,
+                             const int32_t* received, size_t row_bytes, const BehindFirst& behind_first,
+                             const Arrays& arrays) {
+  const auto chunks_of = [&](int num_rows) { return (num_rows + (1 << log_chunk) - 1) >> log_chunk; };
+  const auto most = [](const int32_t* rows) { return *std::max_element(rows, rows + kMaxNodes); };
+  const size_t chunk_bytes = row_bytes << log_chunk;
+  const int num_chunks = chunks_of(std::max(most(sent), most(received)));
   const int step = static_cast<int>((kBytes + chunk_bytes - 1) / chunk_bytes);
-  for (int chunk = 0; chunk < num_chunks; chunk += step) {
-    const int end = std::min(num_chunks, chunk + step), first_token = chunk << log_chunk;
-    exchange(chunk, end, first_token, std::min(num_tokens, end << log_chunk) - first_token);
+  for (int begin = 0; begin < num_chunks; begin += step) {
+    const int end = std::min(num_chunks, begin + step), first_row = begin << log_chunk, last_row = end << log_chunk;
+    const auto among = [&](int num_rows) { return std::clamp(num_rows, first_row, last_row) - first_row; };
+    const auto part_of = [&](int node) {
+      const int here = among(sent[node]);
+      return Part{static_cast<size_t>(here), static_cast<size_t>(among(received[node])), chunks_of(here)};
+    };
+    exchange(flags, max_chunks, begin, end, part_of,
+             [&](int node, const auto& add) { arrays(node, static_cast<size_t>(first_row), add); });
+    if (begin == 0) behind_first();
   }
 }
 
@@ -113,7 +140,7 @@ void Messages::split(int num_tokens, int log_chunk, size_t token_bytes, const Ex
 // operation come again, unchanged. Counts always come, so that the message has the same size in every operation.
 void Messages::exchange_calls() {
   const Region& own = context_.own;
-  exchange(own.call_arrived, 1, 0, 1, [&](int node, const auto& add) {
+  exchange(own.call_arrived, 1, 0, 1, whole, [&](int node, const auto& add) {
     for (int parity = 0; parity < 2; ++parity) {
       const size_t first = static_cast<size_t>(parity) * context_.num_ranks;
       const auto counts = [&](int rank) { return own.counts + (first + rank) * context_.counts_ints; };
@@ -139,30 +166,41 @@ void Messages::dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaS
   const Config& config = context_.config;
   const Region& own = context_.own;
   if (stages) exchange_calls();
-  // Items come behind the first message of rows: they are not listed earlier.
-  const auto exchange_items = [&] {
-    const size_t items = config.ranks_per_node * static_cast<size_t>(config.max_tokens) * context_.item_ints;
-    const size_t table = static_cast<size_t>(config.max_tokens) * context_.table_ints;
-    exchange(own.items_arrived, 1, 0, 1, [&](int node, const auto& add) {
-      add(Array{rail(node, &RailArrays::items_out), inbox(node, &Inbox::items), items * sizeof(int32_t)});
-      add(Array{rail(node, &RailArrays::table_out), rail(node, &RailArrays::table_in), table * sizeof(int32_t)});
-    });
-  };
+  const bool exact = args.message_rows;
+  const MessageRows rows = rows_of(args.message_rows);
   const size_t row_bytes = row_stride(args.row_bytes), bytes_of_metadata = metadata_bytes(config, args);
-  const auto exchange_rows = [&](int begin, int end, size_t token, size_t num_tokens) {
-    exchange(own.rows_arrived, context_.max_token_chunks, begin, end, [&](int node, const auto& add) {
-      const auto add_array = [&](char* Inbox::* array, size_t bytes) {
-        add(Array{inbox(context_.node, array) + token * bytes, inbox(node, array) + token * bytes, num_tokens * bytes});
-      };
-      add_array(&Inbox::staging, row_bytes);
-      if (bytes_of_metadata > 0) add_array(&Inbox::metadata, bytes_of_metadata);
+  // Items of a rank lie behind each other; a node has no more of them than rows.
+  const auto exchange_items = [&] {
+    const size_t locals = config.ranks_per_node, lists = exact ? locals : 1, ints = context_.item_ints;
+    const auto part_of = [&](int node) { return Part{size_t(rows.to[node]), size_t(rows.from[node]), 1}; };
+    exchange(own.items_arrived, 1, 0, 1, part_of, [&](int node, const auto& add) {
+      for (size_t list = 0; list < lists; ++list) {
+        const size_t first = list * config.max_tokens * ints;
+        add(Array{rail(node, &RailArrays::items_out) + first, inbox(node, &Inbox::items) + first,
+                  locals / lists * ints * sizeof(int32_t)});
+      }
+      add(Array{rail(node, &RailArrays::table_out), rail(node, &RailArrays::table_in),
+                context_.table_ints * sizeof(int32_t)});
     });
-    if (begin == 0 && args.topk_idx) exchange_items();
   };
   // With a hook rows go after the first launch.
-  const bool has_hook = stages != pulls && args.ticket == 0;
-  if (has_hook ? stages : pulls)
-    split(config.max_tokens, config.log_token_chunk, row_bytes + bytes_of_metadata, exchange_rows);
+  const bool has_hook = stages != pulls && args.ticket == 0, sends = has_hook ? stages : pulls;
+  const bool has_items = sends && args.topk_idx;
+  if (has_items && exact) exchange_items();
+  const auto behind_first = [&] {  // they are not listed earlier
+    if (has_items && !exact) exchange_items();
+  };
+  const auto exchange_arrays = [&](int node, size_t row, const auto& add) {
+    const bool packs = rows.packed >> node & 1;
+    const auto add_array = [&](const char* packed, char* Inbox::* array, size_t bytes) {
+      add(Array{(packs ? packed : inbox(context_.node, array)) + row * bytes, inbox(node, array) + row * bytes, bytes});
+    };
+    add_array(rail(node, &RailArrays::sums), &Inbox::staging, row_bytes);
+    if (bytes_of_metadata > 0) add_array(rail(node, &RailArrays::packed_metadata), &Inbox::metadata, bytes_of_metadata);
+  };
+  if (sends)
+    exchange_rows(own.rows_arrived, context_.max_token_chunks, config.log_token_chunk, rows.to, rows.from,
+                  row_bytes + bytes_of_metadata, behind_first, exchange_arrays);
   finish(stream, pulls);
 }
 
@@ -172,21 +210,23 @@ void Messages::combine(const CombineArgs& args, bool pushes, bool reduces, cudaS
   if (pushes) exchange_calls();
   if (pushes && args.combine_weights) {
     const size_t bytes = config.max_tokens * config.weights_bytes();
-    exchange(own.rows_arrived, context_.max_token_chunks, 0, 1, [&](int node, const auto& add) {
+    exchange(own.rows_arrived, context_.max_token_chunks, 0, 1, whole, [&](int node, const auto& add) {
       add(Array{inbox(context_.node, &Inbox::weights), inbox(node, &Inbox::weights), bytes});
     });
   }
+  const MessageRows rows = rows_of(args.message_rows);  // sums go the other way
   const size_t row_bytes = context_.slot_stride, weights = args.topk_weights ? config.num_topk : 0;
-  const auto exchange_sums = [&](int begin, int end, size_t token, size_t num_tokens) {
-    exchange(own.sums_arrived, context_.max_sum_chunks, begin, end, [&](int node, const auto& add) {
-      add(Array{inbox(node, &Inbox::staging) + token * row_bytes, rail(node, &RailArrays::sums) + token * row_bytes,
-                num_tokens * row_bytes});
-      if (weights > 0)
-        add(Array{inbox(node, &Inbox::weights) + token * weights, rail(node, &RailArrays::weights) + token * weights,
-                  num_tokens * weights * sizeof(float)});
-    });
+  const auto exchange_arrays = [&](int node, size_t row, const auto& add) {
+    add(Array{inbox(node, &Inbox::staging) + row * row_bytes, rail(node, &RailArrays::sums) + row * row_bytes,
+              row_bytes});
+    if (weights > 0)
+      add(Array{inbox(node, &Inbox::weights) + row * weights, rail(node, &RailArrays::weights) + row * weights,
+                weights * sizeof(float)});
   };
-  if (pushes) split(config.max_tokens, config.log_sum_chunk, row_bytes + weights * sizeof(float), exchange_sums);
+  if (pushes)
+    exchange_rows(
+        own.sums_arrived, context_.max_sum_chunks, config.log_sum_chunk, rows.from, rows.to,
+        row_bytes + weights * sizeof(float), [] {}, exchange_arrays);
   finish(stream, reduces);
 }
 

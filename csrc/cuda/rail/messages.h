@@ -21,7 +21,8 @@ struct Between {
   uint64_t* message_epochs;  // as in Region
   int node;                  // of this rank
   int num_raisers = 0, num_flags = 0, num_waits = 0;
-  uint64_t* raises[kMaxNodes];       // of each other node, the first of num_flags to be raised
+  int raisers[kMaxNodes];            // nodes of the message that has arrived
+  uint64_t* raises[kMaxNodes];       // of each of them, the first of num_flags to be raised
   const uint64_t* waits[kMaxNodes];  // flags of Region::ready to wait for
 };
 
@@ -40,22 +41,34 @@ class Messages {
   void combine(const CombineArgs& args, bool pushes, bool reduces, cudaStream_t stream);
   // [host] Return whether messages were captured: NCCL may then keep the memory of the region in its graphs.
   bool has_captured() const { return has_captured_; }
+  // [host] Return the bytes of all messages sent, captured ones once.
+  uint64_t bytes() const { return bytes_; }
 
  private:
-  // An array in a message. `local`: of this rank; `received`: of the rail peer.
+  // An array in a message. `local`: of this rank; `received`: of the rail peer. Its bytes, or those of each row.
   struct Array {
     const void* local;
     void* received;
     size_t bytes;
   };
-
-  // [host] Send one message to each other node, and receive one. It covers chunks [begin, end) of a kind of wire flags:
-  // [num_others, max_chunks]. `arrays(node, add)` calls add(Array) for each of its arrays.
-  template <class Arrays>
-  void exchange(uint64_t* flags, int max_chunks, int begin, int end, const Arrays& arrays);
-  // [host] Exchange [0, num_tokens) in several messages of whole chunks, of about kBytes.
-  template <class Exchange>
-  static void split(int num_tokens, int log_chunk, size_t token_bytes, const Exchange& exchange);
+  // What one message has for a node, and from it: rows, or 1 for arrays without rows. It waits for `num_ready` chunks.
+  // With neither ready chunks nor received rows there is no message. Both ends know both numbers.
+  struct Part {
+    size_t sent = 1, received = 1;
+    int num_ready = 1;
+  };
+  static Part whole(int) { return {}; }
+  // [host] Return the rows of all messages of a dispatch. `rows`: as in DispatchArgs.
+  MessageRows rows_of(const MessageRows* rows) const;
+  // [host] Send a message to each other node, and receive one. It covers chunks [begin, end) of a kind of wire flags:
+  // [num_others, max_chunks]. `part_of(node)` returns a Part; `arrays(node, add)` calls add(Array) for each array.
+  template <class PartOf, class Arrays>
+  void exchange(uint64_t* flags, int max_chunks, int begin, int end, const PartOf& part_of, const Arrays& arrays);
+  // [host] Exchange rows in several messages of whole chunks, of about kBytes: so many with each node. Call
+  // `behind_first()` behind the first one; `arrays(node, first_row, add)` as above.
+  template <class BehindFirst, class Arrays>
+  void exchange_rows(uint64_t* flags, int max_chunks, int log_chunk, const int32_t* sent, const int32_t* received,
+                     size_t row_bytes, const BehindFirst& behind_first, const Arrays& arrays);
   void exchange_calls();
   // [host] Raise the flags of the last message. While a graph is captured, let `stream` wait for the messages, if this
   // launch `joins` them: the first of two does not.
@@ -81,6 +94,7 @@ class Messages {
   cudaEvent_t before_ = nullptr, after_ = nullptr;  // the launch; the messages
   Between between_{};                               // of the next launch
   bool has_captured_ = false;
+  uint64_t bytes_ = 0;
 };
 
 }  // namespace ep::cuda

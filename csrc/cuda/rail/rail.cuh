@@ -52,9 +52,14 @@ struct RailWarp {
   // [thread] Return the i-th other node. Every node begins with a different one.
   __device__ int node(int i) const { return (context.node + 1 + i) % context.num_nodes(); }
   __device__ Wire wire() const { return Wire{context}; }
-  // [thread] Return whether messages bring everything to other nodes. A message always has its full size, so both sides
-  // go through all chunks, whatever the number of tokens.
+  // [thread] Return whether messages bring everything to other nodes.
   __device__ bool has_messages() const { return wire().has_messages(node(0)); }
+  // [thread] Return the rows of all messages to (&MessageRows::to) or from a node. Unless they are exact, they have all
+  // tokens that the buffer is for, so both sides go through all chunks.
+  template <class Params>
+  __device__ int message_rows(const Params& params, const int32_t (MessageRows::*rows)[kMaxNodes], int node) const {
+    return params.args.message_rows ? (params.plan.head->message_rows.*rows)[node] : context.config.max_tokens;
+  }
   // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
   // [num_others, max_chunks]. Its index is that of this rank's node at the peer, where the peer's node has no entry.
   __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {

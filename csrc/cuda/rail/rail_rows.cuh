@@ -35,7 +35,8 @@ struct DispatchRailWarp : RailWarp {
       int piece = 0;
       if (has_messages() && sender() == 0)
         count_bytes(context.arrays.lists_sent, to,
-                    config.max_tokens * (op.ranks_per_node() * context.item_ints + context.table_ints) * 4);
+                    message_rows(params, &MessageRows::to, to) *
+                        (op.ranks_per_node() * context.item_ints + context.table_ints) * 4);
       const bool puts = usable && !has_messages();
       for (int local = 0; puts && local < op.ranks_per_node(); ++local) {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
@@ -60,6 +61,16 @@ struct DispatchRailWarp : RailWarp {
     return params.stages && (params.rail_blocks > 1 || has_messages());
   }
 
+  // [thread] Return whether this rank's rows for a node are packed. A plan that this launch makes packs none.
+  __device__ bool packs(const DispatchParams& params, int node) const {
+    return has_messages() && !(params.new_plan && params.stages) && params.plan.head->message_rows.packed >> node & 1;
+  }
+  // [thread] Return the number of rows of tokens before `token`, in messages to a node.
+  __device__ int rows_before(const DispatchParams& params, int node, int token) const {
+    if (!packs(params, node) || token == 0) return token;
+    return __ldg(params.plan.sent_rows + static_cast<size_t>(node) * context.config.max_tokens + token - 1) + 1;
+  }
+
   // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
   // the pull warps may not have counted them yet.
   __device__ bool goes_to(const DispatchParams& params, int token, int node) const {
@@ -78,21 +89,27 @@ struct DispatchRailWarp : RailWarp {
 
   // [warp] Put this sender's share of rows and metadata of tokens [begin, end) to a node: of tokens with experts there.
   // Row and metadata of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not
-  // staged come from the caller's tensor, if all nodes are mapped. Called in senders, after `staged` of this rank.
+  // staged come from the caller's tensor, if all nodes are mapped. Messages take both from the own inbox, or packed by
+  // this. Called in senders, after `staged` of this rank.
   __device__ void send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
     char* const staging = context.my_inbox(context.node, &Inbox::staging);
     const char* const rows = params.stages_rows ? staging : params.args.rows;
     const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
     char* const metadata = context.my_inbox(context.node, &Inbox::metadata);
+    const bool packs = this->packs(params, to);
     if (wire().has_messages(to)) {
       const uint32_t token_bytes = params.row_stride + params.metadata_bytes;
-      if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, (end - begin) * token_bytes);
-      return;
+      int num_rows = rows_before(params, to, end) - rows_before(params, to, begin);
+      if (!params.args.message_rows && end == params.args.num_tokens) num_rows = context.config.max_tokens - begin;
+      if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, num_rows * token_bytes);
+      if (!packs) return;
     }
     if (!wire().maps(to) && !wire().has_messages(to))
       return put_tokens(to, begin, end, {staging, staging, params.row_stride, params.args.row_bytes},
                         {metadata, metadata, params.metadata_bytes, params.metadata_bytes},
                         [&](int token) { return goes_to(params, token, to); });
+    char* const to_rows = packs ? context.local_rail_buffer(to, &RailArrays::sums) : staging;
+    char* const to_metadata = packs ? context.local_rail_buffer(to, &RailArrays::packed_metadata) : metadata;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;
@@ -100,25 +117,28 @@ struct DispatchRailWarp : RailWarp {
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
       // Count once for all: an atomic access takes as long as a short put.
-      count_bytes(context.arrays.bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.metadata_bytes));
+      if (!packs)
+        count_bytes(context.arrays.bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.metadata_bytes));
+      const int lane_row = goes ? rows_before(params, to, lane_token + 1) - 1 : 0;
       for (; lanes != 0; lanes &= lanes - 1) {
-        const size_t token = first + (__ffs(lanes) - 1) * num_senders;
-        char* const token_metadata = metadata + token * params.metadata_bytes;
-        puts.put(to, {staging + token * params.row_stride, rows + token * stride, params.args.row_bytes},
-                 {token_metadata, token_metadata, params.metadata_bytes});
+        const int from_lane = __ffs(lanes) - 1;
+        const size_t token = first + from_lane * num_senders, row = __shfl_sync(~0u, lane_row, from_lane);
+        puts.put(to, {to_rows + row * params.row_stride, rows + token * stride, params.args.row_bytes},
+                 {to_metadata + row * params.metadata_bytes, metadata + token * params.metadata_bytes,
+                  params.metadata_bytes});
       }
     }
     puts.drain();
   }
 
   // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable. The host
-  // does not know that, so its messages cross all the same.
+  // does not know that, so its messages cross all the same; exact ones have no rows then.
   __device__ bool sends_rows(const DispatchParams& params) const {
-    return params.new_plan || has_messages() || params.plan.head->usable;
+    return params.new_plan || params.plan.head->usable || (has_messages() && !params.args.message_rows);
   }
-  // [thread] Return the number of chunks that cross, of a rank with so many tokens.
-  __device__ int num_chunks(int num_tokens) const {
-    return has_messages() ? context.max_token_chunks : context.config.num_token_chunks(num_tokens);
+  // [thread] Return the number of chunks of so many rows of messages.
+  __device__ int chunks_of(int num_rows) const {
+    return (num_rows + context.config.token_chunk() - 1) >> context.config.log_token_chunk;
   }
 
   // [warp] Send this rank's items, rows and metadata to all rail peers. A chunk of rows goes once this rank has staged
@@ -135,7 +155,9 @@ struct DispatchRailWarp : RailWarp {
     bool has_items = params.new_plan;  // to be sent
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
-    const int end_chunk = num_chunks(params.args.num_tokens);
+    const bool exact = params.args.message_rows;
+    const int num_tokens = exact && !params.plan.head->usable ? 0 : params.args.num_tokens;
+    const int end_chunk = context.config.num_token_chunks(num_tokens);
     for (int chunk = 0;; ++chunk) {
       const bool waits = chunk == end_chunk || chunk == kChunksAhead;
       if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
@@ -152,7 +174,6 @@ struct DispatchRailWarp : RailWarp {
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return Verdict::kAborted;
       const int length = context.config.token_chunk(), begin = chunk * length;
-      const int num_tokens = has_messages() ? context.config.max_tokens : params.args.num_tokens;
       const int end = min(num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
         if (chunk == 0 && !wire().has_messages(node(i))) {  // a message waits for the own inbox: it is staged
@@ -160,8 +181,18 @@ struct DispatchRailWarp : RailWarp {
           ptx::fence_before_bulk();
         }
         send_tokens(params, puts, node(i), begin, end);
-        finish_sending(context.arrays.rows_sent + context.other_node_idx(node(i)) * max_chunks + chunk, node(i),
-                       flag_at(node(i), context.own.rows_arrived, max_chunks, chunk));
+        // Finish the chunks that are now complete: with packed rows none, or one or two. After the last token finish
+        // all chunks of a message.
+        int first = chunk, past = chunk + 1;
+        if (has_messages()) {
+          first = rows_before(params, node(i), begin) >> context.config.log_token_chunk;
+          past = end < num_tokens ? rows_before(params, node(i), end) >> context.config.log_token_chunk
+                 : exact          ? chunks_of(rows_before(params, node(i), end))
+                                  : max_chunks;
+        }
+        for (int done = first; done < past; ++done)
+          finish_sending(context.arrays.rows_sent + context.other_node_idx(node(i)) * max_chunks + done, node(i),
+                         flag_at(node(i), context.own.rows_arrived, max_chunks, done));
       }
       if (chunk == 0) stamp(op, Step::kFirstSent);
     }
@@ -182,12 +213,18 @@ struct DispatchRailWarp : RailWarp {
       if (!wait_for_self(context.own.listed + op.rank())) return Verdict::kAborted;  // then PlanHead::usable is written
     }
     const bool usable = params.plan.head->usable;
-    const int end_chunk = num_chunks(field_of(op, source, Field::kNumTokens));
-    for (int chunk = 0; chunk < end_chunk; ++chunk) {
+    // Wait for messages without rows for this node too: they cover rows for the peer, which have left then.
+    int end_chunk = context.config.num_token_chunks(field_of(op, source, Field::kNumTokens)), num_waits = end_chunk;
+    if (has_messages()) {
+      end_chunk = chunks_of(message_rows(params, &MessageRows::from, node));
+      num_waits = max(end_chunk, chunks_of(message_rows(params, &MessageRows::to, node)));
+    }
+    for (int chunk = 0; chunk < num_waits; ++chunk) {
       if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return Verdict::kAborted;
       // The last chunk stands for all chunks without tokens too.
       const int past = chunk == end_chunk - 1 ? max_chunks : chunk + 1;
-      if (usable) raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
+      if (usable && chunk < end_chunk)
+        raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
     }
     stamp(op, Step::kRelayed);
     return verdict;

@@ -89,14 +89,16 @@ struct CombineRailWarp : RailWarp {
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
         const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
-        const int end = min(field_of(op, context.rail_peer(to), Field::kNumTokens), begin + length);
-        const bool has_tokens = begin < end && params.plan.head->usable, has_message = wire().has_messages(to);
+        const int end = min(rows_from(op, params.plan, to), begin + length);
+        const int message_end = min(message_rows(params, &MessageRows::from, to), begin + length);
+        const bool has_tokens = begin < end && params.plan.head->usable;
+        const bool has_message = wire().has_messages(to) && begin < message_end;
         if (!has_tokens && !has_message) continue;
         // Wait for the chunk of the window with the last of these tokens.
         const int summed =
             context.other_node_idx(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
         if (has_tokens && !wait_for_self(context.own.summed + summed)) return false;
-        send_sums_of(params, puts, to, begin, has_message ? min(context.config.max_tokens, begin + length) : end);
+        send_sums_of(params, puts, to, begin, has_message ? message_end : end);
         finish_sending(context.arrays.sums_sent + context.other_node_idx(to) * max_chunks + chunk, to,
                        flag_at(to, context.own.sums_arrived, max_chunks, chunk));
         if (chunk == 0) stamp(op, Step::kFirstSent);
@@ -111,7 +113,10 @@ struct CombineRailWarp : RailWarp {
   // agree.
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
-    const int num_tokens = has_messages() ? context.config.max_tokens : params.args.num_tokens;
+    // Wait for messages without sums for this node too, as relay_rows.
+    const int num_tokens = has_messages() ? max(message_rows(params, &MessageRows::to, node),
+                                                message_rows(params, &MessageRows::from, node))
+                                          : params.args.num_tokens;
     for (int chunk = 0; chunk << context.config.log_sum_chunk < num_tokens; ++chunk) {
       if (!wait_for_peer(Phase::kNodeSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
       if (lane == 0) {
@@ -133,8 +138,9 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& para
   if (!params.reduces && !params.shares_combine_weights()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
-  // With an unusable plan no rank sends anything, except for messages: the host does not know it, so they cross.
-  if (!params.plan.head->usable && !warp.has_messages()) return verdict;
+  // With an unusable plan no rank sends anything, except for messages: the host does not know it, so they cross. Exact
+  // ones have no rows then.
+  if (!params.plan.head->usable && (!warp.has_messages() || params.args.message_rows)) return verdict;
   if (params.shares_combine_weights()) {
     if (!warp.relays())
       warp.send_combine_weights(params);

@@ -33,4 +33,9 @@ using Wire = NvshmemWire;
 using Wire = NcclWire;
 #endif
 
+// [thread] Return whether messages bring everything to other nodes.
+__device__ inline bool has_messages(const Context& context) {
+  return context.num_nodes() > 1 && Wire{context}.has_messages(context.node == 0);
+}
+
 }  // namespace ep::cuda::EP_KERNELS

@@ -11,6 +11,7 @@ struct NcclWire {
   __device__ PeerWire stores() const { return PeerWire{context}; }
   __device__ bool maps(int node) const { return context.maps(node); }
   __device__ bool has_messages(int node) const { return !context.maps(node); }
+  // [thread] As in PeerWire; without a mapped region the address is that of own memory.
   template <class T>
   __device__ T* at(int node, T* remote) const {
     return stores().at(node, remote);

@@ -22,6 +22,14 @@ __device__ inline int32_t field_of(const Op& op, int rank, Field field) {
   return static_cast<int32_t>(word_of_call(op, rank, which / 2) >> 32 * (which % 2));
 }
 
+// [thread] Return the number of rows for tokens of the rail peer on `node`: for all of them unless they are packed.
+// Called after `agree`, with the head of the plan.
+__device__ inline int rows_from(const Op& op, const Plan& plan, int node) {
+  const MessageRows& rows = plan.head->message_rows;
+  return has_messages(op.context) && rows.known ? rows.from[node]
+                                                : field_of(op, op.context.rail_peer(node), Field::kNumTokens);
+}
+
 // [thread] Return the counts of `source` in the memory of local rank `local`, for this operation.
 __device__ inline Counts counts_at(const Op& op, int local, int source) {
   const int index = static_cast<int>(op.epoch % 2) * op.num_ranks() + source;
@@ -228,7 +236,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   publish_error(context, error);
   // Ranks that differ may have different messages under way. So no later kernel of this rank does anything. The host is
   // told even if the difference itself is not published, because there is an earlier error.
-  if (!one_node && differs && Wire{context}.has_messages(context.node == 0)) {
+  if (differs && has_messages(context)) {
     state->aborted = 1;
     __threadfence_system();
     *static_cast<volatile uint32_t*>(&context.report->out_of_step) = 1;

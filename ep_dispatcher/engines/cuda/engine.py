@@ -99,6 +99,9 @@ class CudaEngine(Launches):
             self._counted_rows = self._report[compiled.counted_rows_offset(c) :].view(torch.int64)[
                 : self._num_local_experts
             ]
+            begin = compiled.reported_message_rows_offset(c)
+            rows = self._report[begin : begin + compiled.message_rows_bytes]
+            self._reported_message_rows = rows.view(torch.int32)
             torch.cuda.synchronize(self._device)
 
         def attach() -> list[bool]:

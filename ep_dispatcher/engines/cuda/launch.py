@@ -22,6 +22,7 @@ from ep_dispatcher.engines.base import (
 )
 from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
+from ep_dispatcher.engines.cuda.nccl import NcclRail
 from ep_dispatcher.engines.cuda.streams import SLICE_S, Streams
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.ranges import NoRanges, ranges_of
@@ -59,6 +60,8 @@ class Launches(Streams, Engine):
     _stuck: StuckKernels | None  # only if kernels may never end
     _rail_sms: dict[str, int]  # multiprocessors that serve the wire between nodes, by layout
     _counted_rows: Tensor  # int64 [num_local_experts], pinned: what kernels have counted
+    _reported_message_rows: Tensor  # int32, pinned: MessageRows of the compiled module, as kernels have counted
+    _rail: NcclRail | None
 
     def __init__(self, config: EngineConfig):
         self._config, self._topology, self._num_local_experts = config, config.topology, config.num_local_experts
@@ -72,10 +75,11 @@ class Launches(Streams, Engine):
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with ranges_of("dispatch") as ranges:
             self._check(ranges, "x", request[:5])
+            message_rows = self._message_rows(request.plan)
             with self.health.operation("dispatch"), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced("dispatch", request):
-                    received = self._dispatch(request, stream, ranges)
+                    received = self._dispatch(request, stream, ranges, message_rows)
         if counted and (self._c.has_report() or self.health.ended):
             try:
                 self._reports.raise_found(ends=False)
@@ -87,7 +91,7 @@ class Launches(Streams, Engine):
                 raise
         return received
 
-    def _dispatch(self, request: DispatchRequest, stream: int, ranges: NoRanges) -> Received:
+    def _dispatch(self, request: DispatchRequest, stream: int, ranges: NoRanges, message_rows: int) -> Received:
         """Launch the kernels of a dispatch; with `sends_only` only those before its hook."""
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows = request[:8]
         quantize, sends_only, packs_scales = request[8:]
@@ -135,6 +139,12 @@ class Launches(Streams, Engine):
             ranges.step("wait for counts")
             num_rows = self._wait_for_counts()
             ranges.step("launch")
+            if self._rail is not None:
+                reported = self._reported_message_rows.clone()
+                plan.untyped_storage().message_rows = reported  # type: ignore[attr-defined]
+                message_rows = self._message_rows(plan)
+        if message_rows:
+            args.message_rows = message_rows
         by_rank = layout == "rank"
         weights_out = idx_out = scales_out = None
         rows_out = rows.new_empty(num_rows, hidden, dtype=dtype)
@@ -199,12 +209,13 @@ class Launches(Streams, Engine):
     def combine(self, request: CombineRequest) -> Combined:
         with ranges_of("combine") as ranges:
             self._check(ranges, "y", (*request[:3], request.weights))
+            message_rows = self._message_rows(request.plan)
             with self.health.operation("combine"), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced("combine", request):
-                    return self._combine(request, stream)
+                    return self._combine(request, stream, message_rows)
 
-    def _combine(self, request: CombineRequest, stream: int) -> Combined:
+    def _combine(self, request: CombineRequest, stream: int, message_rows: int) -> Combined:
         """Launch the kernels of a combine; with `sends_only` only those before its hook."""
         y, plan, topk_weights, num_tokens, layout, weights, sends_only, out = request
         y, weights_out = _aligned(y), None
@@ -219,6 +230,8 @@ class Launches(Streams, Engine):
             args.combine_weights = address_of(weights)
         if self.wait_ns:
             args.wait_ns = address_of(self.wait_ns.get("combine"))
+        if message_rows:
+            args.message_rows = message_rows
         combined = Combined(x, weights_out)
         if sends_only:
             self._c.push(args, plan.data_ptr(), stream)
@@ -266,7 +279,25 @@ class Launches(Streams, Engine):
         super().measure_waits(operation, wait_ns)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
-        return self._compiled.plan_capacity(self._c_config, num_rows)
+        # Only a plan with counts for the host has one element more: `_message_rows` knows it by its size.
+        return self._compiled.plan_capacity(self._c_config, num_rows) + (num_rows < 0)
+
+    def _message_rows(self, plan: Tensor | None) -> int:
+        """Return the address of the rows in messages of the NCCL wire, 0 where the host did not wait for counts.
+
+        The storage of a plan keeps them, because operators and autograd hand on nothing but the plan.
+        """
+        if self._rail is None or plan is None or plan.numel() != self.plan_capacity(-1, ""):
+            return 0
+        rows = getattr(plan.untyped_storage(), "message_rows", None)
+        if rows is None:  # a copy of a plan: the host waits for the device
+            if torch.cuda.is_current_stream_capturing():
+                given = "a copy of a plan, made by a dispatch without max_recv_rows, while a CUDA graph is captured"
+                checks.fail("handle", given, "max_recv_rows in that dispatch")
+            first, num = self._compiled.planned_message_rows_offset // 4, self._reported_message_rows.numel()
+            rows = plan[first : first + num].cpu()
+        self._used_message_rows = rows  # until the next operation; a hook comes before it
+        return rows.data_ptr() if rows[0] else 0
 
     def _wait(self, stream: torch.cuda.Stream) -> None:
         """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not."""
