@@ -19,6 +19,7 @@ from ep_dispatcher.tools.estimate.traffic import (
     Counts,
     Messages,
     Row,
+    all_tokens,
     combine_traffic,
     count,
     dispatch_traffic,
@@ -32,6 +33,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 def counted_one_by_one(sizes: Sizes, routing: list[torch.Tensor]) -> dict[str, list[int]]:
     """Counts of every rank, token by token, from the algorithm's description alone."""
     found = {f.name: [0] * sizes.ranks for f in fields(Counts)}
+    found["message_rows"] = [[0] * sizes.nodes for _ in range(sizes.ranks)]
     for source, topk_idx in enumerate(routing):
         home, local = source // sizes.gpus_per_node, source % sizes.gpus_per_node
         for token in topk_idx.tolist():
@@ -46,6 +48,7 @@ def counted_one_by_one(sizes: Sizes, routing: list[torch.Tensor]) -> dict[str, l
                 else:
                     found["nic_out"][source] += 1
                     found["nic_in"][rail_peer] += 1
+                    found["message_rows"][source][node] += 1
                 for receiver in receivers:
                     if receiver // sizes.gpus_per_node != node:
                         continue
@@ -57,6 +60,8 @@ def counted_one_by_one(sizes: Sizes, routing: list[torch.Tensor]) -> dict[str, l
                     else:
                         found["nvlink_out"][rail_peer] += 1
                         found["nvlink_in"][receiver] += 1
+        rows, num = found["message_rows"][source], len(topk_idx)
+        found["message_rows"][source] = [few if num - few > num // 16 else num for few in rows]
     return found
 
 
@@ -104,7 +109,7 @@ def test_traffic_of_one_token():
     assert moved.expert_rows.tolist() == [0, output, 0, 2 * output]
     assert moved.hbm.tolist() == [4 * wire, 2 * wire + output, 4 * wire, 2 * wire + 2 * output]
     planned = dispatch_traffic(sizes, counts, row, new_plan=True)
-    item, table, message = 4 * 8, 4 * 4, 4 * 12  # of at most 2 copies; 2 receivers, padded; 4 ranks and 8 experts
+    item, table, message = 4 * 8, 4 * 4, 4 * 16  # of at most 2 copies; 2 receivers; 4 ranks, 8 experts, 2 nodes: padded
     assert (planned.nic_out - moved.nic_out).tolist() == [message + table + item] + 3 * [message + table]
     assert (planned.nvlink_in - moved.nvlink_in).tolist() == [2 * message, 2 * message + item] * 2
     back = combine_traffic(sizes, counts, Row.make(64, 2, 3))
@@ -112,12 +117,15 @@ def test_traffic_of_one_token():
     assert back.nvlink_in.tolist() == [128, 0, 128, 0] and back.nvlink_out.tolist() == [0, 128, 0, 128]
     assert back.expert_rows.tolist() == [0, 128, 0, 256]
     assert back.hbm.tolist() == [128 * n for n in (5, 2, 5, 3)]
-    messages = Messages.make(sizes, row, max_tokens=10, chunk_tokens=4, new_plan=True)
+    messages = Messages.make(sizes, row, all_tokens(sizes, 10), 4, new_plan=True)
     sent = 2 * message + 10 * (wire + table + 2 * item)  # as if all 10 tokens went to both ranks of the other node
-    assert messages == Messages(sent, 3, 12)
-    nccl = over_nccl(sizes, moved, messages)
+    nccl = over_nccl(moved, messages)
     assert nccl.nic_out.tolist() == nccl.nic_in.tolist() == [sent] * 4
     assert (nccl.hbm - moved.hbm).tolist() == [2 * sent - wire, 2 * sent, 2 * sent - wire, 2 * sent]
+    exact = Messages.make(sizes, row, counts.message_rows, 4, new_plan=True)
+    assert exact.out.tolist() == [2 * message + n * (wire + table + 2 * item) for n in (1, 0, 0, 0)]
+    back = Messages.make(sizes, row, counts.message_rows, 4, back=True)
+    assert back.out.tolist() == exact.into.tolist()[:2] + [2 * message + wire, 2 * message]
 
 
 def test_messages_of_the_nccl_wire():
@@ -125,17 +133,18 @@ def test_messages_of_the_nccl_wire():
     sizes = Sizes(3, 2, tokens=1024, experts=24, topk=2)
     job = Job(sizes, Routing(), MACHINES["H200"], max_tokens=4096)
     row = Row.make(7168, 2, 2)  # a chunk of 256 has 3.5 MiB
-    messages = Messages.make(sizes, row, 4096, 256, new_plan=False)
+    messages = Messages.make(sizes, row, all_tokens(sizes, 4096), 256)
     assert (messages.number, messages.tokens) == (1 + 6, 3 * 256)
     (uniform, slow), (empty, _) = (
-        job.cost("combine", count(sizes, Routing(kind).sample(sizes, 0)), nccl=True) for kind in ("uniform", "empty")
+        job.cost("combine", count(sizes, Routing(kind).sample(sizes, 0)), nccl="all tokens")
+        for kind in ("uniform", "empty")
     )
-    assert uniform.nic_out.tolist() == empty.nic_in.tolist() == [2 * messages.bytes] * 6
-    nic = 2 * messages.bytes / (50e3 * model.NIC_EFFICIENCY)
+    assert uniform.nic_out.tolist() == empty.nic_in.tolist() == messages.out.tolist()
+    nic = float(messages.out[0]) / (50e3 * model.NIC_EFFICIENCY)
     assert slow.busy_us["NIC"] == pytest.approx(nic) and slow.bottleneck == "NIC"
     assert slow.fixed_us == pytest.approx(model.FIXED_US[COMBINE] + 7 * model.NCCL_MESSAGE_US)
     found = estimate(replace(job, seeds=1))["operations"]["combine"]
-    assert found["nccl"]["us"] == slow.us > found["us"]
+    assert found["nccl_all_tokens"]["us"] == slow.us > found["nccl"]["us"] > found["us"]
     assert estimate(replace(job, sizes=replace(sizes, nodes=1)))["operations"]["combine"]["nccl"] is None
 
 
@@ -284,7 +293,8 @@ def test_command_prints_and_writes_what_estimate_returns(tmp_path, capsys):
     assert written["settings"]["machine"]["nic_gbit_per_s"] == 400.0
     (row,) = [line for line in said.splitlines() if line.split()[:2] == ["4", "8"]]
     dispatch = expected["operations"]["dispatch"]
-    assert row.split()[2:4] == [f"{dispatch['us']:.0f}", f"{dispatch['nccl']['us']:.0f}"]
+    times = dispatch, dispatch["nccl"], dispatch["nccl_all_tokens"]
+    assert row.split()[2:5] == [f"{time['us']:.0f}" for time in times]
     assert row.split()[-1] == f"{expected['memory_bytes'] / 2**30:.2f}"
 
 

@@ -209,7 +209,7 @@ def compare_run(run: Run) -> dict[str, Compared]:
             continue
         kind = COMBINE if operation == "combine" else DISPATCH
         job = Job(sizes, Routing(), run.machine(kind), chunk_tokens=run.chunks[kind == COMBINE])
-        _, time = job.cost(operation, counts, nccl=bool(run.nccl))
+        _, time = job.cost(operation, counts, nccl="exact" if run.nccl else None)
         fitted = bool(run.nccl) and operation == "cached dispatch"
         results[operation] = Compared(f"{run.name}, {operation}", "us", measured, time.us, time, fitted)
     return results

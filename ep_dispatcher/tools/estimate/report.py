@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LIMIT = 1.1  # times the wire's own time: the limit at 50 GB/s (benchmarks/paced_wire.py)
 GIB = 2**30  # bytes; memory is in GiB, what moves in MB and GB
+OVER_NCCL = {"nccl": "NCCL", "nccl_all_tokens": "NCCL, all"}  # where hosts wait for counts, and where one does not
+OVER_NCCL_HEAD = "".join(f"{name:>12}" for name in OVER_NCCL.values())
 COLOURS = {"dispatch": "#1f77b4", "dispatch FP8": "#2ca02c", "combine": "#d95f02"}
 
 
@@ -43,20 +45,21 @@ def nodes_table(job: Job, found: dict) -> str:
         f"{found['nodes']} x {job.sizes.gpus_per_node} GPUs: a rank receives {received['mean']:.0f} tokens "
         f"(at most {received['max']:.0f}) for {rows['mean']:.0f} rows of its experts (at most {rows['max']:.0f})",
         "",
-        "MB of a rank: mean (largest)".ljust(30) + "".join(f"{name:>19}" for name in (*WIRE_BYTES, "NCCL, each way")),
+        "MB of a rank: mean (largest)".ljust(30)
+        + "".join(f"{name:>19}" for name in (*WIRE_BYTES, *OVER_NCCL.values())),
     ]
     for name, operation in found["operations"].items():
         of_wires = (f"{b['mean'] / 1e6:.1f} ({b['max'] / 1e6:.1f})" for b in operation["bytes"].values())
-        nccl = f"{operation['nccl']['bytes']['NIC out']['mean'] / 1e6:.1f}" if operation["nccl"] else "-"
-        lines.append(name.ljust(30) + "".join(f"{cell:>19}" for cell in (*of_wires, nccl)))
+        nccl = (
+            f"{operation[key]['bytes']['NIC out']['mean'] / 1e6:.1f}" if operation[key] else "-" for key in OVER_NCCL
+        )
+        lines.append(name.ljust(30) + "".join(f"{cell:>19}" for cell in (*of_wires, *nccl)))
     columns = "".join(f"{name:>17}" for name in (*WIRES, "fixed", "filling"))
-    lines += ["", f"{'microseconds':<18}{'time':>8}{'over NCCL':>11}  {'bottleneck':<16}{columns}"]
+    lines += ["", f"{'microseconds':<18}{'time':>8}{OVER_NCCL_HEAD}  {'bottleneck':<16}{columns}"]
     for name, operation in found["operations"].items():
         parts = (*operation["busy_us"].values(), operation["fixed_us"], operation["filling_us"])
         cells = "".join(f"{part:17.0f}" for part in parts)
-        lines.append(
-            f"{name:<18}{operation['us']:8.0f}{_over_nccl(operation):>11}  {operation['bottleneck']:<16}{cells}"
-        )
+        lines.append(f"{name:<18}{operation['us']:8.0f}{_over_nccl(operation)}  {operation['bottleneck']:<16}{cells}")
     largest = sorted(found["memory_parts"].items(), key=lambda part: -part[1])[:3]
     most = ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest)
     total = found["memory_bytes"]
@@ -67,11 +70,11 @@ def nodes_table(job: Job, found: dict) -> str:
 def growth_table(results: list[dict]) -> str:
     """Return a line for each number of nodes: times with their bottlenecks, and memory."""
     operations = [name for name in results[0]["operations"] if name != "cached dispatch"]
-    columns = "".join(f"{name + ', us':>18}{'over NCCL':>11}  {'bottleneck':<15}" for name in operations)
+    columns = "".join(f"{name + ', us':>18}{OVER_NCCL_HEAD}  {'bottleneck':<15}" for name in operations)
     lines = [f"{'nodes':>5}{'ranks':>7}{columns}{'memory, GiB':>13}"]
     for found in results:
         cells = "".join(
-            f"{operation['us']:18.0f}{_over_nccl(operation):>11}  {operation['bottleneck']:<15}"
+            f"{operation['us']:18.0f}{_over_nccl(operation)}  {operation['bottleneck']:<15}"
             for operation in (found["operations"][name] for name in operations)
         )
         lines.append(f"{found['nodes']:5}{found['ranks']:7}{cells}{found['memory_bytes'] / GIB:13.2f}")
@@ -186,4 +189,4 @@ def _draw_against_rate(axes) -> None:
 
 
 def _over_nccl(operation: dict) -> str:
-    return f"{operation['nccl']['us']:.0f}" if operation["nccl"] else "-"
+    return "".join(f"{operation[key]['us']:12.0f}" if operation[key] else f"{'-':>12}" for key in OVER_NCCL)

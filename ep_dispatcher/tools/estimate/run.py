@@ -15,6 +15,7 @@ from ep_dispatcher.tools.estimate.traffic import (
     Messages,
     Row,
     Traffic,
+    all_tokens,
     combine_traffic,
     count,
     dispatch_traffic,
@@ -66,12 +67,12 @@ class Job:
         return cuda_bytes(shape, self.machine.num_sms)
 
     def cost(
-        self, operation: str, counts: Counts, row: Row | None = None, *, nccl: bool = False
+        self, operation: str, counts: Counts, row: Row | None = None, *, nccl: str | None = None
     ) -> tuple[Traffic, Time]:
         """Return bytes and time of one of ``OPERATIONS`` on one routing.
 
         ``row``: given, or as the engine sends it, with weights in every dispatch. ``nccl``: over the NCCL wire, between
-        nodes.
+        nodes; messages are "exact", or have "all tokens" where a host does not wait for counts.
         """
         sizes, kind = self.sizes, COMBINE if operation == "combine" else DISPATCH
         new_plan, float8 = operation in ("dispatch", "dispatch FP8"), operation == "dispatch FP8"
@@ -82,9 +83,10 @@ class Job:
         else:
             traffic = dispatch_traffic(sizes, counts, row, new_plan=new_plan)
         messages = None
-        if nccl:
-            messages = Messages.make(sizes, row, self.buffer_tokens, self.chunk_tokens, new_plan=new_plan)
-            traffic = over_nccl(sizes, traffic, messages)
+        if nccl is not None:
+            rows = counts.message_rows if nccl == "exact" else all_tokens(sizes, self.buffer_tokens)
+            messages = Messages.make(sizes, row, rows, self.chunk_tokens, new_plan=new_plan, back=kind == COMBINE)
+            traffic = over_nccl(traffic, messages)
         return traffic, estimate_time(kind, sizes, traffic, self.machine, new_plan, self.chunk_tokens, messages)
 
 
@@ -93,16 +95,19 @@ def estimate(job: Job) -> dict:
     sizes = job.sizes
     all_counts = [count(sizes, job.routing.sample(sizes, seed)) for seed in range(job.seeds)]
 
-    def summary(name: str, *, nccl: bool = False) -> dict:
+    def summary(name: str, nccl: str | None = None) -> dict:
         return _summary([job.cost(name, counts, nccl=nccl) for counts in all_counts])
 
-    nccl = {name: summary(name, nccl=True) if sizes.nodes > 1 else None for name in job.operations}
+    def over_nccl(name: str) -> dict:
+        kinds = {"nccl": "exact", "nccl_all_tokens": "all tokens"}
+        return {key: summary(name, kind) if sizes.nodes > 1 else None for key, kind in kinds.items()}
+
     return {
         "nodes": sizes.nodes,
         "ranks": sizes.ranks,
         "tokens_received": _spread([counts.received for counts in all_counts]),
         "expert_rows": _spread([counts.copies for counts in all_counts]),
-        "operations": {name: summary(name) | {"nccl": nccl[name]} for name in job.operations},
+        "operations": {name: summary(name) | over_nccl(name) for name in job.operations},
         "memory_bytes": job.memory.total,
         "memory_parts": job.memory.region | job.memory.state,
     }

@@ -9,8 +9,8 @@ In a dispatch a row of source (n, l), rank l of node n, goes this way:
             k == l: no wire                                                    -> own
         (m, k) writes it once per expert that it has of the token              -> copies
 
-In a combine partial sums go the same ways back: sent and received change places. The NCCL wire has rows and lists of
-all tokens that the buffer is for, whatever the routing (docs/protocol.md, "Messages of the NCCL wire").
+In a combine partial sums go the same ways back: sent and received change places. On the NCCL wire these are exact
+messages (docs/protocol.md, "Messages of the NCCL wire"). Others have rows and lists of all tokens of the buffer.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Counts:
     own_node: Tensor  # tokens of this rank that have an expert on its own node
     items_out: Tensor  # (token, receiver) pairs of this rank's tokens with receivers on other nodes
     items_in: Tensor  # (token, receiver) pairs of its rail peers' tokens with receivers on this rank's node
+    message_rows: Tensor  # [ranks, nodes] rows of exact messages to each node: all tokens of the rank if few stay away
 
     @property
     def received(self) -> Tensor:
@@ -53,6 +54,7 @@ def count(sizes: Sizes, routing: Iterable[Tensor]) -> Counts:
     """Count one routing: ``routing`` yields topk_idx of every rank in order, int64 [tokens, topk], -1 for no expert."""
     nodes, locals_ = sizes.nodes, sizes.gpus_per_node
     counts = {f.name: torch.zeros(nodes, locals_, dtype=torch.int64, device="cpu") for f in fields(Counts)}
+    counts["message_rows"] = torch.zeros(nodes, locals_, nodes, dtype=torch.int64, device="cpu")
     for source, topk_idx in enumerate(routing):
         node, local = divmod(source, locals_)
         chosen = topk_idx[topk_idx >= 0]
@@ -67,6 +69,8 @@ def count(sizes: Sizes, routing: Iterable[Tensor]) -> Counts:
         rows[node] = 0  # crosses no NIC
         counts["nic_out"][node, local] += rows.sum()
         counts["nic_in"][:, local] += rows
+        tokens = topk_idx.shape[0]
+        counts["message_rows"][node, local] = torch.where(tokens - rows > tokens // 16, rows, tokens)
         over_nvlink = items.clone()
         over_nvlink[:, local] = 0
         counts["nvlink_in"] += over_nvlink
@@ -76,7 +80,7 @@ def count(sizes: Sizes, routing: Iterable[Tensor]) -> Counts:
         to_nodes[node] = 0
         counts["items_out"][node, local] += to_nodes.sum()
         counts["items_in"][:, local] += to_nodes
-    return Counts(**{name: tensor.view(-1) for name, tensor in counts.items()})
+    return Counts(**{name: tensor.flatten(0, 1) for name, tensor in counts.items()})
 
 
 @dataclass(frozen=True)
@@ -159,24 +163,39 @@ def combine_traffic(sizes: Sizes, counts: Counts, row: Row) -> Traffic:
 
 @dataclass(frozen=True)
 class Messages:
-    """What a rank exchanges with each rail peer in one operation over the NCCL wire: as much in both directions."""
+    """What every rank exchanges with its rail peers in one operation over the NCCL wire."""
 
-    bytes: int
+    out: Tensor  # [ranks] bytes, as the next
+    into: Tensor
     number: int
     tokens: int  # of a message of rows or sums, at most
 
     @staticmethod
-    def make(sizes: Sizes, row: Row, max_tokens: int, chunk_tokens: int, *, new_plan: bool) -> Messages:
-        """Count the Call, with the counts of both parities, the rows of whole chunks, and the lists of a new plan."""
+    def make(
+        sizes: Sizes, row: Row, rows: Tensor, chunk_tokens: int, *, new_plan: bool = False, back: bool = False
+    ) -> Messages:
+        """Count the Call, with the counts of both parities, the rows of whole chunks, and the lists of a new plan.
+
+        ``rows``: as Counts.message_rows. ``back``: of a combine, which sends what the dispatch received.
+        """
         config = buffer_config(sizes)
-        chunks = -(-max_tokens // chunk_tokens)
-        step = min(chunks, -(-MESSAGE_BYTES // (chunk_tokens * row.on_wire)))
+        step = -(-MESSAGE_BYTES // (chunk_tokens * row.on_wire)) * chunk_tokens
         lists = sizes.gpus_per_node * config.item_ints + config.table_ints if new_plan else 0
-        moved = max_tokens * (row.on_wire + 4 * lists) + 2 * 4 * config.counts_ints
-        return Messages(moved, 1 + -(-chunks // step) + new_plan, step * chunk_tokens)
+        out, into = rows.sum(1), rows.view(sizes.nodes, sizes.gpus_per_node, sizes.nodes).sum(0).t().flatten()
+        if back:
+            out, into = into, out
+        row_bytes, calls = row.on_wire + 4 * lists, (sizes.nodes - 1) * 2 * 4 * config.counts_ints
+        number = 1 + -(-int(rows.max()) // step) + new_plan
+        return Messages(out.double() * row_bytes + calls, into.double() * row_bytes + calls, number, step)
 
 
-def over_nccl(sizes: Sizes, traffic: Traffic, messages: Messages) -> Traffic:
+def all_tokens(sizes: Sizes, max_tokens: int) -> Tensor:
+    """Return the rows of messages that are not exact, as Counts.message_rows."""
+    others = 1 - torch.eye(sizes.nodes, dtype=torch.int64, device="cpu").repeat_interleave(sizes.gpus_per_node, 0)
+    return others * max_tokens
+
+
+def over_nccl(traffic: Traffic, messages: Messages) -> Traffic:
     """Return ``traffic`` with these messages in place of what the routing needs between nodes."""
-    moved = torch.full_like(traffic.nic_out, (sizes.nodes - 1) * messages.bytes)
-    return replace(traffic, nic_out=moved, nic_in=moved, hbm=traffic.hbm - traffic.nic_out - traffic.nic_in + 2 * moved)
+    out, into = messages.out, messages.into
+    return replace(traffic, nic_out=out, nic_in=into, hbm=traffic.hbm - traffic.nic_out - traffic.nic_in + out + into)
