@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from node_model import EPOCHS, LATE_WRITE, Agent, Place
 from node_protocol import (
+    CACHED,
+    COMBINE,
     COMBINES,
     COUNTED,
-    DISPATCH,
-    FACTORED,
     HEAD,
     RELAY_ROWS,
     RELAY_SUMS,
@@ -48,7 +48,7 @@ class MessageOperation(Operation):
         super().begin()
         operation = self.protocol.programs[self.me][self.epoch - 1]
         self.is_counted = operation == COUNTED
-        self.exact = self.epoch in self.protocol.exact and operation not in (DISPATCH, FACTORED)
+        self.exact = self.epoch in self.protocol.exact and operation in (COUNTED, CACHED, COMBINE)
         self.all_cross = not self.exact
         self.side_stream()
 
@@ -207,7 +207,7 @@ class MessageProtocol(Protocol):
 
     ``broken``: ranks that abort, and of each the first message that was not ready: (epoch, number). Its side stream
     goes on, and exchanges all further messages at once, whatever its arrays hold. ``exact``: operations whose messages
-    are exact, except for dispatches in one launch and combine weights.
+    are exact, if they are of a kind that can be.
     """
 
     def __init__(

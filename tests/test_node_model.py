@@ -283,7 +283,7 @@ def test_no_order_goes_wrong_over_messages(shape, length, blocks):
     options = dict(unusable=((), (1,)), blocks=[blocks], kind=messages.MessageProtocol, early=MIXED)
     check(shape, product((*OPERATIONS, FACTORED), repeat=length), **options)
     for exact in ([1, 2, 3], [2]):
-        check(shape, product((COUNTED, CACHED, COMBINE, HOOKED), repeat=length), exact=exact, **options)
+        check(shape, product((COUNTED, CACHED, COMBINE), repeat=length), exact=exact, **options)
 
 
 NEEDED_BY_MESSAGES = {
@@ -316,7 +316,7 @@ def test_each_rule_is_needed_by_messages(rule):
 
 
 def test_messages_that_only_send_are_awaited_too():
-    programs = [COUNTED, CACHED, CACHED], [COMBINE, HOOKED, COMBINE, CACHED]
+    programs = [COUNTED, CACHED, CACHED], [COMBINE, COMBINE, COMBINE, CACHED]
     models = (
         over_messages(shape, program, exact=range(1, 5), blocks=blocks, without=[messages.SENT])
         for shape, program, blocks in product(((2, 1, 2), (2, 2, 2)), programs, BOTH)
