@@ -1,8 +1,7 @@
-"""python benchmarks/two_hosts.py: times an engine and the all-to-all between two hosts of this machine, by rate.
+"""python benchmarks/two_hosts.py: times the CPU engine and the all-to-all between two hosts of this machine, by rate.
 
-The hosts are namespaces (tests/two_hosts.py: needs root and iproute2), with one rank each, and a GPU each for the CUDA
-engine. At every rate one run of ``ep_dispatcher.bench`` has both sides. The JSON has its figures, and how busy the
-machine was before.
+The hosts are namespaces (tests/two_hosts.py: needs root and iproute2), with one rank each. At every rate one run of
+``ep_dispatcher.bench`` has both sides. The JSON has its figures, and how busy the machine was before.
 """
 
 from __future__ import annotations
@@ -21,27 +20,23 @@ from two_hosts import Hosts  # noqa: E402
 from ep_dispatcher.tools.benchmark.harness import make_parser  # noqa: E402
 
 COMMAND = (
-    "EP_DISPATCHER_ENGINE={engine} CUDA_VISIBLE_DEVICES=$NODE_RANK GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "
-    "torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 1 --master-addr host0 --master-port 29500 "
-    "-m ep_dispatcher.bench --engine {engine} --tokens {tokens} --hidden {hidden} --iters {iters} --out {out}"
+    "EP_DISPATCHER_ENGINE=cpu GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 1 "
+    "--master-addr host0 --master-port 29500 -m ep_dispatcher.bench --engine cpu --tokens {tokens} --hidden {hidden} "
+    "--iters {iters} --out {out}"
 )
 
 
 def main() -> int:
     parser = make_parser(__doc__, tokens=1024, hidden=2048, iters=10)
-    parser.add_argument("--engine", choices=("cpu", "cuda"), default="cpu", help="who carries the rows")
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of the network, as tc has them")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each rate")
-    parser.add_argument("--out", type=Path, help="JSON. Default: benchmarks/results/two-hosts-ENGINE.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/two-hosts-cpu.json", help="JSON")
     args = parser.parse_args()
-    args.out = args.out or ROOT / f"benchmarks/results/two-hosts-{args.engine}.json"
     report: dict = {"rates": {}}
     for rate in args.rates:
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as out, Hosts(2, rate=rate) as hosts:
-            command = COMMAND.format(
-                engine=args.engine, out=out, tokens=args.tokens, hidden=args.hidden, iters=args.iters
-            )
+            command = COMMAND.format(out=out, tokens=args.tokens, hidden=args.hidden, iters=args.iters)
             ends = hosts.run_all(command, timeout_s=args.timeout)
             if any(code for code, _ in ends):
                 print(*(output for _, output in ends), sep="\n", file=sys.stderr)
