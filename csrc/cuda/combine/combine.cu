@@ -293,7 +293,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   };
   const size_t room = kUsableShared - carve();
   const uint32_t row = context_.row_bytes;
-  for (uint32_t pieces = config.plans_directly && row > 8192 ? 2 : 1;; ++pieces) {
+  for (uint32_t pieces = 1;; ++pieces) {
     smem_stage_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
     if (room / smem_stage_bytes >= max_addends + size_t{4}) break;
   }

@@ -222,7 +222,6 @@ struct Pusher {
   int summed;   // far chunk whose pushes follow the sums made so far
   FarItems far;
   int taken = 0, end = 0;  // this block's items of the far chunk, or all own ones: the first to be taken, and the end
-  int rest = 0;            // first own item that the blocks take by turns; 0: they do not
   bool takes_own = false;  // whether all far chunks are taken
   bool agreed = false;     // whether all ranks are known to agree
   Batch batch{}, next{};   // to be queued, and behind it; from begin() on
@@ -259,34 +258,21 @@ struct Pusher {
       taken = num * share / part.num_blocks;
       end = num * (share + 1) / part.num_blocks;
     }
-    // Own items: the blocks take equal shares. Few of them have different numbers of rows, so some blocks would end
-    // late. There each takes half of its share at once, and the blocks share the rest by turns, two items at a time.
-    int step = takes_own && rest == 0 ? part.num_blocks : 1, most = kBatch;
     if (taken == end && !takes_own) {
       takes_own = true;
-      taken = part.block, step = part.num_blocks;
+      taken = part.block;
       const int32_t* const begin_of_node = head.item_begin() + op.first_local_rank();
       end = begin_of_node[op.ranks_per_node()] - begin_of_node[0];
       if (params.adds_own_rows) end -= head.items_of(op.rank());
-      const int half = end / (2 * part.num_blocks);
-      if (kOneNode && head.most_items <= kItemChunk && half > 0 && half <= kBatch / 2) {
-        most = half;
-        rest = half * part.num_blocks;
-      }
-    } else if (kOneNode && rest > 0) {
-      most = 2;
-      if (lane == 0) taken = rest + static_cast<int>(atomicAdd(&context.state->next_item, 2u));
-      taken = __shfl_sync(~0u, taken, 0);
     }
     if (taken >= end) return {0, progress_flags.far};
-    const int first = taken;
-    const int num = min(most, (end - 1 - first) / step + 1);
+    const int first = taken, step = takes_own ? part.num_blocks : 1;
+    const int num = min(kBatch, (end - 1 - first) / step + 1);
     memory.items.fetch(
         [&](int n) {
           const SourceOrder::Position position =
-              takes_own
-                  ? memory.sources.at(first + lane * step, params.adds_own_rows, op.ranks_per_node(), part.num_blocks)
-                  : far.at(first + lane);
+              takes_own ? memory.sources.at(first + lane * step, params.adds_own_rows, op.ranks_per_node(), step)
+                        : far.at(first + lane);
           memory.positions[n % (2 * kBatch)] = position;
           return params.plan.items + index_of(position) * context.item_ints;
         },

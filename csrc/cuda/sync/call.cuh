@@ -241,7 +241,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     __threadfence_system();
     *static_cast<volatile uint32_t*>(&context.report->out_of_step) = 1;
   }
-  state->next_token = state->next_item = 0;
+  state->next_token = 0;
   state->epoch = op.epoch;
 }
 
