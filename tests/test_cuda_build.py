@@ -18,11 +18,11 @@ from ep_dispatcher.errors import PeerTimeoutError
 
 KERNELS = sorted((ROOT / "csrc/cuda").rglob("*.cu"))
 MAX_REGISTERS = 128
-MAX_SPILLED = 80  # bytes
+MAX_SPILLED = 64  # bytes
 
 
-def has_extras(source: Path) -> bool:
-    return source.stem.endswith("_extras")
+def may_spill(source: Path) -> bool:
+    return source.stem.endswith("_extras") or source.stem == "combine"
 
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -33,7 +33,7 @@ needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built w
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
 def test_kernels_spill_nothing(source, tmp_path):
-    """Those with extras may spill a few words: few launches take them."""
+    """Those with extras, and a combine between nodes, may spill a few words: few launches take them, or they wait."""
     flags = ["-O3", "-std=c++17", "-arch=sm_90", "--expt-relaxed-constexpr", "-Xptxas=-v"]
     command = ["nvcc", *flags, "-Icsrc", "-cubin", str(source), "-o", str(tmp_path / "kernels.cubin")]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -41,7 +41,7 @@ def test_kernels_spill_nothing(source, tmp_path):
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said.stderr)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said.stderr)]
     assert registers and max(registers) <= MAX_REGISTERS
-    assert spills and max(spills) <= (MAX_SPILLED if has_extras(source) else 0), said.stderr
+    assert spills and max(spills) <= (MAX_SPILLED if may_spill(source) else 0), said.stderr
 
 
 @pytest.mark.parametrize(

@@ -273,12 +273,12 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   // Share the tokens evenly: with few tokens every block takes one batch.
   const int blocks = num_sms_ - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
-  const bool is_long = context_.row_bytes > 8192;
-  const int batches_of_block = share(blocks * (is_long ? 8 : Reducer::kBatch));
-  params.own_batch = share(blocks * batches_of_block);
+  const bool is_long = context_.row_bytes > 8192, halves_rows = is_long && !config.plans_directly;
   params.pushes = pushes;
   params.reduces = reduces;
-  params.adds_own_rows = pushes && reduces && !args.combine_weights;
+  params.adds_own_rows = pushes && reduces && !args.combine_weights && !config.plans_directly;
+  const int batches_of_block = share(blocks * (is_long && params.adds_own_rows ? 8 : Reducer::kBatch));
+  params.own_batch = share(blocks * batches_of_block);
   // Choose the size of an smem stage: a row, or a piece of it. Use as few pieces as leave room for some tasks at once.
   // An addend stands for one expert of a token or more.
   const int max_addends =
@@ -293,16 +293,17 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   };
   const size_t room = kUsableShared - carve();
   const uint32_t row = context_.row_bytes;
-  for (uint32_t pieces = 1;; ++pieces) {
+  for (uint32_t pieces = halves_rows ? 2 : 1;; ++pieces) {
     smem_stage_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
     if (room / smem_stage_bytes >= max_addends + size_t{4}) break;
   }
   const int most_smem_stages = std::max<int>(Pipeline::kMaxSmemStages, max_addends);
   num_smem_stages = static_cast<int>(std::min<size_t>(room / smem_stage_bytes, most_smem_stages));
   const size_t shared = carve();
-  // The links were tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long,
-  // 2048 is short. A low reduce_weight makes more blocks push first, so that reducing blocks wait less for peers. To
-  // measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
+  // Tuned with 24 blocks: `saturating` on 4 H200, the rest on 2 (combine of 4096 x 7168: half rows by teams of two
+  // warps 387 us, whole rows by four 418 us). A low reduce_weight makes more blocks push first, so that reducing blocks
+  // wait less for peers; with 0.28 hidden 2048 took 245 us, without own rows and with 0.45 it took 283 us. To measure
+  // again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
   params.reduce_weight = 0.28f;
   params.saturating = is_long ? 3.9f : 1000.0f;
 
@@ -312,8 +313,9 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);
-    if (is_long) return run(Summing<T, 4, 7>{});  // a team takes 14336 bytes at once: 7168 elements of 2 bytes
-    run(Summing<T, 2, 4>{});                      // 4096 bytes: 2048 elements
+    if (halves_rows) return run(Summing<T, 2, 7>{});  // a team takes 7168 bytes at once: half of 7168 elements
+    if (is_long) return run(Summing<T, 4, 7>{});      // 14336 bytes
+    run(Summing<T, 2, 4>{});                          // 4096 bytes: 2048 elements
   };
   if (config.dtype == DType::kFloat32) return run_with(Float32{});
   if (config.dtype == DType::kBFloat16) return run_with(BFloat16{});

@@ -16,9 +16,10 @@ namespace {
 constexpr uint32_t kMaxPiece = 8192;    // [bytes] most of a row in one bulk copy
 constexpr uint32_t kMaxScales = kLine;  // [bytes] of a row: more scales are delivered by the stage warps
 // Places of a pull warp's ring for float8 rows that are staged as they are: more loads under way disturb the staging.
-// Measured on 2 H200 with 4096 x 7168: 3 places 266 us, 2 places 256 us; quantised rows 402 and 429 us. To measure
-// again: benchmarks/compare_builds.py --operations "dispatch FP8" "dispatch, quantize".
-constexpr uint32_t kPairPlaces = 2;
+// Measured on 2 H200 with 4096 x 7168: 3 places 260 us, 2 places 252 us; 8192 x 2048: 186 and 237 us; quantised rows of
+// 4096 x 7168: 402 and 429 us. To measure again: benchmarks/compare_builds.py --operations "dispatch FP8" "dispatch,
+// quantize".
+constexpr uint32_t pair_places(uint32_t row_bytes) { return row_bytes > 4096 ? 2 : 3; }
 
 // [team] Copy the counts of an old plan to the caller. Called by the pull warps of block 0.
 __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
@@ -251,7 +252,8 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
       return c.size();
     };
     const size_t rings = room - params.rings_at - memory();
-    const uint32_t max_places = params.bulk_scales && !args.quantizes ? kPairPlaces : Pieces::kMaxPlaces;
+    const uint32_t max_places =
+        params.bulk_scales && !args.quantizes ? pair_places(args.row_bytes) : Pieces::kMaxPlaces;
     params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / PullWarps::kWarps, kMaxPiece, max_places);
     shared = std::max(shared, params.rings_at + memory());
   }
