@@ -137,7 +137,8 @@ class Operation:
         self.usable = self.pushes_rows or epoch not in protocol.unusable  # in decode layout all rows fit
         self.routing = protocol.routings[(epoch - 1) % len(protocol.routings)]
         self.chunks, self.has_combine_weights = protocol.chunks, self.kind == FACTORED
-        self.promised = len(self.chunks) * (2 if self.usable else 1)  # chunks that each rank pushes: far, then own ones
+        # Chunks that a rank pushes in a combine: far, then own ones.
+        self.promised = len(self.chunks) * (1 if epoch in protocol.unusable else 2)
         turn = epoch + protocol.ranks.index(rank)
         self.behind = protocol.behind[turn % len(protocol.behind)]
         self.neighbours = [(self.node, local) for local in protocol.locals]  # ranks of the own node, me too
