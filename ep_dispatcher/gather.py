@@ -20,8 +20,8 @@ others meet it there with their next attempt, they are one buffer ahead of it. E
 with this group; where the numbers differ, all ranks raise the same error and continue from the largest number. So
 buffers that do not belong together are never paired, and the next attempt of all ranks works.
 
-**Keys.** The last rank to leave a round deletes its keys. An abandoned round keeps two keys for late ranks; the
-next complete round deletes them, because by then every rank has left the old one.
+**Keys.** The last rank to leave a round deletes its keys. An abandoned round keeps for late ranks two keys a step, and
+the messages of its complete steps; the next complete round deletes them, because by then every rank has left it.
 """
 
 from __future__ import annotations
@@ -368,7 +368,8 @@ class Gather:
         own = [self._key(s, self._rank) for s in range(step + 1)]
         if self._given_up:
             leftovers += [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")]
-            delete(store, own)
+            leftovers += own[:-1]  # of complete steps: a late rank may still read them
+            delete(store, own[-1:])
         elif error is not None and not self._together:
             # On this round's own connection a thread may be waiting. A complete step cannot be stopped: the next can.
             connection, idle = _connect()

@@ -46,6 +46,7 @@ PLACES = {  # what each step calls
 }
 STEPS = list(PLACES)
 GLOO = "ep_dispatcher.engines.cpu.rail.ProcessGroupGloo"  # inside the last step
+READ = "ep_dispatcher.gather._read_decision"  # the end of a step: the others are in the next one
 
 
 def late_error(make, *, after_s: float = 0.0) -> ep.PeerTimeoutError:
@@ -97,7 +98,7 @@ def failing(rank: int, step: str, kind: type[BaseException] = MemoryError):
         (0, 4, [0, 1, 2, 3], None),
         (1, 2, [1, 3], None),
         (3, 1, [0, 2, 3], None),
-        *((2, 2, [0, 1, 2, 3], step) for step in (*STEPS, GLOO)),
+        *((2, 2, [0, 1, 2, 3], step) for step in (*STEPS, GLOO, READ)),
     ],
 )
 @on_ranks(4)
@@ -114,7 +115,7 @@ def test_a_late_rank_is_named_by_all_others(rank, victim, ranks_per_node, member
         if rank != victim:
             error = late_error(make, after_s=LIMIT_S)
             assert error.late_ranks == (victim,) and error.rank == rank, str(error)
-            assert error.phase == {None: STEPS[0], GLOO: STEPS[3]}.get(step, step)
+            assert error.phase == {None: STEPS[0], GLOO: STEPS[3], READ: STEPS[1]}.get(step, step)
             assert f"rank {rank} waited {error.waited_s:.1f} s for rank {victim}. No rank has this" in str(error)
             tell(f"{name}/{rank}")
         elif step is None:
@@ -123,7 +124,7 @@ def test_a_late_rank_is_named_by_all_others(rank, victim, ranks_per_node, member
         else:
             with fault(step, stop):
                 error = late_error(make)
-            if step in STEPS[1:]:  # that it entered the round at all they can see only later
+            if step in (*STEPS[1:], READ):  # that it entered the round at all they can see only later
                 assert error.late_ranks == (victim,) and f"rank {victim} came too late" in str(error)
         dist.barrier(group)
         for _ in range(2):
@@ -299,6 +300,10 @@ def test_keys_of_the_store_are_deleted_and_connections_to_it_used_again(rank, ra
     if not rank:
         late_error(lambda: make_buffer(ranks_per_node=ranks_per_node, timeout_s=0.5))
     dist.barrier()
+    with fault(STEPS[2], dist.barrier) if rank == 1 else contextlib.nullcontext():
+        late_error(lambda: make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S))
+    if rank != 1:
+        dist.barrier()
     make()
     count()
     assert len(set(numbers)) == 1, numbers
