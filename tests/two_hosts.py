@@ -163,9 +163,10 @@ class Hosts(AbstractContextManager):
     def _connect(self, mtu: int) -> None:
         self.switch.configure("ip", "link set lo up")
         for i in range(self.interfaces):
+            own = f"address 02:77:00:00:00:{i:02x}"  # else it takes that of a port, and loses it with the host
             self.switch.configure(
                 "ip",
-                f"link add net{i} mtu {mtu} type bridge forward_delay 0 mcast_snooping 0",
+                f"link add net{i} {own} mtu {mtu} type bridge forward_delay 0 mcast_snooping 0",
                 self._add(SWITCH, i, f"net{i}"),
                 f"link set net{i} up",
             )
