@@ -16,6 +16,7 @@ from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark import parts, suite
 from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, PASSES, STANDARD, Case, suite_cases
 from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.tools.benchmark.wires import WIRES
 from ep_dispatcher.tools.testing import make_hot_routing, make_routing
 
@@ -149,12 +150,28 @@ def test_bad_arguments(argument, arguments, four_gpus, capsys):
     assert re.search(f"error: (argument )?{argument}: given .*, allowed: ", capsys.readouterr().err)
 
 
-def test_cuda_needs_gpus_and_no_torchrun(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for world_size in (None, 1):
-        with pytest.raises(SystemExit):
-            bench.parse_args(["--engine", "cuda"], world_size)
-        assert "--engine: given cuda" in capsys.readouterr().err
+@pytest.mark.parametrize("gpus, argument", [(0, "--engine: given cuda"), (1, "--ranks: given 2 on a host")])
+def test_cuda_needs_a_gpu_for_each_rank_of_torchrun(monkeypatch, capsys, gpus, argument):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--engine", "cuda"], 4)
+    assert argument in capsys.readouterr().err
+
+
+def test_gpus_of_torchrun(monkeypatch):
+    """Two hosts with two GPUs each. Each rank takes the GPU of its number on its host."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert bench.parse_args(["--engine", "cuda"], 4).cases == [Case(4, ranks_per_node=2)]
+    suite_of_hosts = bench.parse_args(["--engine", "cuda", "--suite", "somewhere"], 4).cases
+    assert suite_of_hosts == list(suite_cases(4, ranks_per_node=2))
+    made = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", made.append)
+    TorchrunRanks(torch.get_num_threads(), suite.BACKENDS["cuda"])
+    assert made == [1, "cpu:gloo,cuda:nccl"]
 
 
 # ---- how a case is measured ---------------------------------------------------------------------------------------

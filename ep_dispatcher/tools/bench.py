@@ -1,9 +1,8 @@
 """Times dispatch and combine beside the all-to-all that a user writes otherwise, in the same run and routing.
 
     python -m ep_dispatcher.bench                      # starts 4 ranks here: one node, then 2 virtual nodes
-    torchrun --nproc-per-node 4 -m ep_dispatcher.bench # uses the ranks that torchrun started
-    python -m ep_dispatcher.bench --engine cuda        # a rank per GPU, beside NCCL
-    python -m ep_dispatcher.bench --engine cuda --sms 8,12,16,24,32             # a case for each
+    torchrun ... -m ep_dispatcher.bench                # uses the ranks that torchrun started, on all hosts
+    python -m ep_dispatcher.bench --engine cuda --sms 8,12,16,24,32   # a rank per GPU, beside NCCL; a case for each
     python -m ep_dispatcher.bench --engine cuda --suite benchmarks/results \
         --with ep_dispatcher.tools.benchmark.megatron ep_dispatcher.tools.benchmark.deep_ep
     python -m ep_dispatcher.bench --compare benchmarks/results runs/bench       # fails on a regression
@@ -71,7 +70,7 @@ def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Names
             if not path.exists():
                 refuse("compare", path, "JSON files of this benchmark, or folders of them")
         if not args.compare:
-            check_choice(args, parser, world_size)
+            check_choice(args, parser)
             fill_in(args, world_size)
             check_sizes(args, world_size)
             args.cases = make_cases(args)
@@ -85,14 +84,12 @@ def refuse(argument: str, given: object, allowed: str) -> NoReturn:
     raise ValueError(f"--{argument.replace('_', '-')}: given {given}, allowed: {allowed}")
 
 
-def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser, world_size: int | None) -> None:
+def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse arguments that do not go together."""
     if args.engine == "cpu":
         for name in ("sms", "graph", "suite"):
             if getattr(args, name):
                 refuse(name, "with --engine cpu", "with --engine cuda")
-    elif world_size is not None:
-        refuse("engine", "cuda under torchrun", "without torchrun: it starts the ranks itself")
     elif not torch.cuda.device_count():
         refuse("engine", "cuda", "cpu: there is no GPU that PyTorch can use")
     if args.suite is not None:
@@ -109,8 +106,8 @@ def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
         setattr(args, name, getattr(args, name) or getattr(standard, name))
     args.tokens, args.sms = args.tokens or [standard.tokens], args.sms or [standard.sms]
     args.out = args.suite or args.out
+    args.per_host = per_host = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
     if args.ranks_per_node is None:  # as torchrun started them; of one node with the CPU engine also virtual nodes
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
         halves = args.engine == "cpu" and per_host == args.ranks and args.ranks % 2 == 0
         args.ranks_per_node = [per_host, per_host // 2] if halves else [per_host]
 
@@ -118,8 +115,8 @@ def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
 def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
     if world_size is not None and args.ranks != world_size:
         refuse("ranks", args.ranks, f"the {world_size} ranks that torchrun started")
-    if args.engine == "cuda" and args.ranks > torch.cuda.device_count():
-        refuse("ranks", args.ranks, f"at most the {torch.cuda.device_count()} GPUs")
+    if args.engine == "cuda" and args.per_host > torch.cuda.device_count():
+        refuse("ranks", f"{args.per_host} on a host", f"at most its {torch.cuda.device_count()} GPUs")
     if args.experts % args.ranks:
         refuse("experts", args.experts, f"multiples of the {args.ranks} ranks")
     if args.topk > args.experts:
@@ -133,13 +130,13 @@ def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
 
 def make_cases(args: argparse.Namespace) -> list[Case]:
     common = {name: getattr(args, name) for name in ("iters", "warmup", "threads")}
+    nodes = [None if n == args.ranks else n for n in args.ranks_per_node]
     if args.suite is not None:
-        return list(suite_cases(args.ranks, args.modules, **common))
+        return list(suite_cases(args.ranks, args.modules, ranks_per_node=nodes[0], **common))
     common |= {name: getattr(args, name) for name in ONE_VALUE}
     standard = STANDARD[args.engine]
     others = (*(standard.others if args.baseline else ()), *args.modules)
     first = replace(standard, ranks=args.ranks, others=others, **common)
-    nodes = [None if n == args.ranks else n for n in args.ranks_per_node]
     return [
         replace(first, tokens=tokens, sms=sms, ranks_per_node=n)
         for tokens, sms, n in product(args.tokens, args.sms, nodes)
@@ -155,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     machine = describe_machine(args.build)  # before the run: its load is not the benchmark's own
     if not under_torchrun:
         return suite.run(args.cases, machine, args.out)
-    ranks = TorchrunRanks(args.threads)
+    ranks = TorchrunRanks(args.threads, suite.BACKENDS[args.engine])
     if dist.get_rank() == 0:
         return suite.run(args.cases, machine, args.out, lambda case: ranks)
     for case in args.cases:

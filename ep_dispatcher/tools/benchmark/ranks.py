@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,11 @@ class TorchrunRanks:
 
     closed = False
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, backend: str):
         torch.set_num_threads(threads)
-        dist.init_process_group("gloo")
+        if "nccl" in backend:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
 
     def run(self, part: Callable, *args: Any) -> list[Any]:
         """Call ``part(rank, *args)`` here; the other ranks have to call it too."""
