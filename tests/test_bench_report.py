@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import asdict, replace
 
+import libraries
 import pytest
 import report
 from commands import ROOT
@@ -102,3 +103,21 @@ def test_our_results_are_of_the_schema():
         suite.summarise(again | {"passes": dict.fromkeys(set(run["seconds"]) - set(OPERATIONS), 0)}, case)
         for operation in set(OPERATIONS) & set(run["operations"]):
             assert run["operations"][operation] == again["operations"][operation], (path.name, operation)
+
+
+def test_the_readme_has_the_figures_of_the_libraries(tmp_path):
+    page, results = tmp_path / "README.md", tmp_path / "libraries.json"
+    page.write_text(f"before\n{libraries.BEGIN}\nold\n{libraries.END}\nafter\n")
+    times = {"dispatch": {libraries.ENGINE: 100, "HybridEP": 150}, "combine": {libraries.ENGINE: 80, "DeepEP": 60}}
+    case = {"tokens": 128, "hidden": 7168, "experts": 256, "topk": 8, "layout": "decode", "us": times}
+    versions = {"DeepEP": "v9"}
+    about = dict.fromkeys(["machine", "torch", "build", "date"])
+    results.write_text(json.dumps(about | {"versions": versions, "cases": [case]}))
+    command = ["--page", str(page), "--results", str(results)]
+    assert libraries.main([*command, "--check"]) == 1 and "old" in page.read_text()
+    assert libraries.main(command) == 0 == libraries.main([*command, "--check"])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| operation | this engine | DeepEP v9 | HybridEP |" in text
+    assert "| dispatch | 100 |  | 150 (1.50x) |" in text and "| combine | 80 | 60 (0.75x) |  |" in text
+    assert libraries.main(["--check"]) == 0

@@ -1,0 +1,105 @@
+"""``python benchmarks/libraries.py``: writes the README's table of libraries, and their chart, from one JSON file.
+
+benchmarks/results/libraries.json has the medians of one run with all libraries, in microseconds. ``--check`` writes
+nothing, and fails where the README is not made of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ep_dispatcher.tools.benchmark import harness
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- begin: python benchmarks/libraries.py -->", "<!-- end -->"
+ENGINE = "this engine"
+# Their order and colours are those of the chart.
+COLOURS = {ENGINE: "#1f77b4", "DeepEP": "#2ca02c", "HybridEP": "#7a0177", "NCCL EP": "#d95f02", "alltoall": "#999999"}
+
+
+def sides_of(result: dict) -> list[str]:
+    found = {side for case in result["cases"] for times in case["us"].values() for side in times}
+    return [side for side in COLOURS if side in found]
+
+
+def table_of(result: dict) -> str:
+    """Return the table with its marks. In brackets: how many times as fast the engine is."""
+    sides, rows = sides_of(result), []
+    for case in result["cases"]:
+        rows.append((f"**{title_of(case)}**", *("" for _ in sides)))
+        for operation, times in case["us"].items():
+            rows.append((operation, *(cell(times, side) for side in sides)))
+    head = ("operation", *(f"{side} {result['versions'].get(side, '')}".strip() for side in sides))
+    about = f"{result['machine']}, PyTorch {result['torch']}, build {result['build']}, {result['date']}:"
+    return "\n".join([BEGIN, about, "", *harness.table(head, rows), END])
+
+
+def title_of(case: dict) -> str:
+    return f"{case['tokens']} x {case['hidden']}, top-{case['topk']} of {case['experts']}, {case['layout']} layout"
+
+
+def cell(times: dict[str, float], side: str) -> str:
+    if side not in times:
+        return ""
+    return f"{times[side]:.0f}" + ("" if side == ENGINE else f" ({times[side] / times[ENGINE]:.2f}x)")
+
+
+def draw(result: dict, path: Path) -> None:
+    """Draw a panel of bars for each case."""
+    sides = sides_of(result)
+
+    def fill(figure: Figure) -> None:
+        heights = [sum(len(times) + 1 for times in case["us"].values()) for case in result["cases"]]
+        panels = figure.subplots(1, len(heights), squeeze=False)[0]
+        for axes, case in zip(panels, result["cases"]):
+            at, ticks = 0.0, []
+            for times in case["us"].values():
+                first = at
+                for side in (side for side in sides if side in times):
+                    bars = axes.barh(at, times[side], 0.9, color=COLOURS[side])
+                    axes.bar_label(bars, fmt="%.0f", size=7, padding=2)
+                    at += 1
+                ticks.append((first + at - 1) / 2)
+                at += 0.8
+            axes.set_yticks(ticks, [name.replace(", ", ",\n") for name in case["us"]], size=8)
+            axes.invert_yaxis()
+            axes.margins(x=0.12)
+            axes.set_title(title_of(case), size=9)
+        handles = [panels[0].barh(0, 0, color=COLOURS[side]) for side in sides]
+        figure.legend(handles, sides, loc="outside lower center", ncols=len(sides))
+        figure.suptitle(f"{result['machine']}, {result['date']}: microseconds, median of the slowest rank")
+
+    harness.draw(path, (5.2 * len(result["cases"]), 6.0), fill)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "libraries.json")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page has other figures")
+    args = parser.parse_args(argv)
+    result, text = json.loads(args.results.read_text()), args.page.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    if not begin or END not in rest:
+        parser.error(f"--page: given {args.page} without the lines {BEGIN} and {END}, allowed: with both")
+    made = before + table_of(result) + rest.partition(END)[2]
+    if args.check:
+        if made != text:
+            print(
+                f"{args.page}: its figures are not those of {args.results}: python benchmarks/libraries.py writes them"
+            )
+        return int(made != text)
+    args.page.write_text(made)
+    draw(result, args.results.with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
