@@ -259,6 +259,11 @@ def test_beside_megatron(tmp_path):
     run = measure(tmp_path, others=(MEGATRON,))
     assert list(run["operations"]["dispatch"]) == [ENGINE]
     assert run["megatron"].startswith("megatron-core ") and run["compared"]["Megatron alltoall"]["same"]
+    if not importlib.util.find_spec("deep_ep"):
+        assert [note.split(" flex, ")[1][:20] for note in run["notes"]] == [
+            "DeepEP: ImportError:",
+            "HybridEP: ImportErro",
+        ]
     for operation, passes in {"six steps, forward": 2, "six steps, forward+backward": 4}.items():
         figures = run["operations"][operation]
         assert figures["Megatron alltoall"]["speedup"] > 0

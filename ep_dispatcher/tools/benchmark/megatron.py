@@ -1,13 +1,14 @@
-"""Megatron's own dispatcher and ours as Megatron runs them, beside what the benchmark measures.
+"""Megatron's own dispatchers and ours as Megatron runs them, beside what the benchmark measures.
 
     python -m ep_dispatcher.bench --with ep_dispatcher.tools.benchmark.megatron
 
-The experts return what they get, so that the times are those of the six steps alone.
+The experts return what they get, so that the times are those of the six steps alone. Without a package ``deep_ep`` that
+has them, the flex backends are notes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,23 +25,29 @@ from ep_dispatcher.tools.benchmark.parts import ENGINE, Calls, Part
 from ep_dispatcher.tools.benchmark.sides import go_back, verdict
 
 SIDE = "Megatron alltoall"
+FLEX = {"Megatron flex, DeepEP": "deepep", "Megatron flex, HybridEP": "hybridep"}  # side -> backend
 FORWARD_STEPS, ALL_STEPS = "six steps, forward", "six steps, forward+backward"
 
 
 def measure(part: Part) -> None:
-    """Time both dispatchers in Megatron, and compare what they give."""
+    """Time all dispatchers in Megatron, and compare what they give."""
     case = part.case
     settings = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms)
     with dispatchers(part.group, dtype=getattr(torch, case.dtype), **settings) as made:
         part.found["megatron"] = made.version
         part.found["passes"] |= {FORWARD_STEPS: 2, ALL_STEPS: 4}
+        theirs = {SIDE: made.theirs}
+        for side, backend in FLEX.items():
+            steps = part.attempt(f"not measured: {side}", partial(made.flex, backend))
+            theirs |= {side: steps} if steps else {}
         sides = {
             name: part.attempt(f"{name} in Megatron", partial(steps.operations, *part.inputs)) or {}
-            for name, steps in {ENGINE: made.ours, SIDE: made.theirs}.items()
+            for name, steps in {ENGINE: made.ours, **theirs}.items()
         }
         part.time(sides)
-        compared = part.attempt("comparison in Megatron", lambda: made.compare(*part.inputs))
-        part.found["compared"] |= {SIDE: compared} if compared else {}
+        for side, steps in theirs.items():
+            compared = part.attempt(f"comparison, {side}", partial(made.compare, steps, *part.inputs))
+            part.found["compared"] |= {side: compared} if compared else {}
 
 
 class SixSteps:
@@ -75,12 +82,13 @@ class SixSteps:
 class Dispatchers:
     ours: SixSteps
     theirs: SixSteps
+    flex: Callable[[str], SixSteps]  # of another backend of flex
     version: str  # of Megatron
 
-    def compare(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict:
+    def compare(self, other: SixSteps, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict:
         """Whether both give the same. Megatron adds a token's rows in their own dtype, with a rounding each."""
         given = as_routed(x, topk_idx, topk_weights, self.ours.num_experts)
-        ours, theirs = (side.forward_backward(*given) for side in (self.ours, self.theirs))
+        ours, theirs = (side.forward_backward(*given) for side in (self.ours, other))
         allowed = topk_idx.shape[1] * torch.finfo(x.dtype).eps
         return verdict(torch.equal(ours[2], theirs[2]), list(zip(ours[:2], theirs[:2])), allowed)
 
@@ -99,7 +107,7 @@ def as_routed(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: in
 def dispatchers(
     group: dist.ProcessGroup, *, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, num_sms: int
 ) -> Iterator[Dispatchers]:
-    """Both dispatchers over the group, without tensor parallelism and Transformer Engine. Collective."""
+    """The dispatchers over the group, without tensor parallelism and Transformer Engine. Collective."""
     if not torch.cuda.is_available():
         from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
@@ -125,9 +133,8 @@ def dispatchers(
             fp16=dtype == torch.float16,
             params_dtype=dtype,
         )
-        ours: dict[str, Any] = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=registration.NAME)
         fields = TransformerConfig.__dataclass_fields__
-        ours |= {next(f for f in SMS_FIELDS if f in fields and fields[f].default != num_sms): num_sms}
+        sms = {next(f for f in SMS_FIELDS if f in fields and fields[f].default != num_sms): num_sms}
         num_local = num_experts // group.size()
         first = group.rank() * num_local
         groups = SimpleNamespace(ep=group, tp_ep=group, expt_tp=alone)
@@ -139,9 +146,14 @@ def dispatchers(
             )
             return SixSteps(made, num_experts)
 
+        def flex(backend: str) -> SixSteps:
+            chosen = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
+            return make("MoEFlexTokenDispatcher", **chosen, **sms)
+
         yield Dispatchers(
-            make("MoEFlexTokenDispatcher", **ours),
+            flex(registration.NAME),
             make("MoEAlltoAllTokenDispatcher", moe_token_dispatcher_type="alltoall"),
+            flex,
             f"megatron-core {megatron.core.__version__}, no Transformer Engine",
         )
     finally:
