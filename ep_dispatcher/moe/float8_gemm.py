@@ -16,6 +16,7 @@ Else they are loops over experts, which define the results. Quantised entries of
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.grouped_gemm import Matrices, bias_of, groups, stack_bias
+from ep_dispatcher.moe.grouped_gemm import Matrices, bias_of, groups, shape_of, stack_bias
 
 E4M3 = torch.float8_e4m3fn
 
@@ -75,7 +76,7 @@ def linear(
     pair: rows and scales, float32 [num_rows, ceil(k / 128)]
     """
     rows, scales = pair
-    out = rows.new_empty(rows.shape[0], weights.rows[0].shape[0], dtype=torch.bfloat16)
+    out = rows.new_empty(rows.shape[0], shape_of(weights.rows)[0], dtype=torch.bfloat16)
     if has_kernels(rows):
         options = dict(bias=stack_bias(bias), row_weights=row_weights, scales=scales, weight_scales=weights.scales)
         grouped_gemm.kernels().multiply(rows, weights.rows, ends, out, transposed=True, **options)
@@ -169,6 +170,7 @@ def _write_rows(rows: Tensor, ends: Tensor, out: QuantizedRows) -> None:
         to[:end] = quantised
 
 
+@functools.cache
 def kernels():
     """The module of the Triton kernels, imported as grouped_gemm's."""
     from ep_dispatcher.moe import float8_gemm_kernels

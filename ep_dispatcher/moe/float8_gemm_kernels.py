@@ -16,9 +16,9 @@ from ep_dispatcher.moe.grouped_gemm import Matrices
 from ep_dispatcher.moe.grouped_gemm_kernels import (
     BLOCK,
     activation_value,
-    are_aligned,
+    cdiv,
     linear_value,
-    matrix_addresses,
+    placed,
 )
 
 TILE_ROWS = 32
@@ -39,13 +39,14 @@ def _scale_of(amax):
 
 def quantize_weights(weights: Matrices, out: QuantizedMatrices) -> None:
     experts, n, k = out.rows.shape  # type: ignore[union-attr]  # each field is one tensor
-    _quantize_weights[triton.cdiv(n, 128) * triton.cdiv(k, 128), experts](
+    addresses, is_aligned = placed(weights, weights[0].device)
+    _quantize_weights[cdiv(n, 128) * cdiv(k, 128), experts](
         weights[0],
-        matrix_addresses(weights, out.rows[0].device),
+        addresses,
         *out,
         n,
         k,
-        ALIGNED=are_aligned(weights),
+        ALIGNED=is_aligned,
         num_warps=8,
     )
 
@@ -79,7 +80,7 @@ def quantize(
     """Quantise rows, or their activation times row_weights."""
     num_rows, columns = out.rows.shape
     if num_rows:
-        _quantize[triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(columns, 128)](
+        _quantize[cdiv(num_rows, TILE_ROWS), cdiv(columns, 128)](
             rows, row_weights, ends[-1:], *out, columns, ACT=activation, TILE_ROWS=TILE_ROWS
         )
 
@@ -87,7 +88,7 @@ def quantize(
 def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
     num_rows, columns = rows.shape
     if num_rows:
-        _dequantize[triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(columns, 128)](
+        _dequantize[cdiv(num_rows, TILE_ROWS), cdiv(columns, 128)](
             rows, scales, ends[-1:], out, columns, TILE_ROWS=TILE_ROWS
         )
 

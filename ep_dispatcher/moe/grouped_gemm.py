@@ -15,6 +15,7 @@ On a GPU these are Triton kernels (`grouped_gemm_kernels`), for bfloat16 and flo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -38,15 +39,29 @@ def shifts_of(weights: Matrices) -> tuple[Tensor, tuple[int, ...]]:
     """
     if isinstance(weights, Tensor):
         weights = weights.contiguous()
-    addresses = [weight.data_ptr() for weight in weights]
-    lowest = min(addresses)
-    if (
-        not all(weight.is_contiguous() for weight in weights)
-        or any(address % LINE_BYTES for address in addresses)
-        or max(addresses) - lowest >= LINE_BYTES * 2**31
-    ):
+        first = weights[0]  # a view of each would take the host longer than a launch
+        if not (first.data_ptr() | first.nbytes) % LINE_BYTES:
+            step = first.nbytes // LINE_BYTES
+            return first, tuple(step * i for i in range(len(weights)))
+    found = _shifts(tuple([weight.data_ptr() for weight in weights]))
+    if found is None or not all(map(Tensor.is_contiguous, weights)):
         return shifts_of(torch.stack(tuple(weights)))
-    return weights[addresses.index(lowest)], tuple((address - lowest) // LINE_BYTES for address in addresses)
+    lowest, shifts = found
+    return weights[lowest], shifts
+
+
+@functools.lru_cache(4096)  # those of Megatron stay the same
+def _shifts(addresses: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """Return the index of the lowest address, and how far behind it the others are. None: copy the matrices."""
+    lowest = min(addresses)
+    if any(address % LINE_BYTES for address in addresses) or max(addresses) - lowest >= LINE_BYTES * 2**31:
+        return None
+    return addresses.index(lowest), tuple((address - lowest) // LINE_BYTES for address in addresses)
+
+
+def shape_of(matrices: Matrices) -> torch.Size:
+    """Return the shape of each matrix."""
+    return matrices.shape[1:] if isinstance(matrices, Tensor) else matrices[0].shape
 
 
 def has_kernels(rows: Tensor) -> bool:
@@ -61,7 +76,7 @@ def linear(
 
     bias: [n] for each expert, added to the sums in float32. row_weights: float32 [num_rows], factors of the bias
     """
-    out = rows.new_empty(rows.shape[0], weights[0].shape[0])
+    out = rows.new_empty(rows.shape[0], shape_of(weights)[0])
     if has_kernels(rows):
         options = dict(transposed=True, bias=stack_bias(bias), row_weights=row_weights)
         kernels().multiply(rows, weights, ends, out, **options)
@@ -89,7 +104,7 @@ def stack_bias(bias: Matrices | None) -> Tensor | None:
 
 def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     """Return [num_rows, k], the gradient of `linear`'s rows: grad [num_rows, n] times weights[e] [n, k]."""
-    out = grad.new_empty(grad.shape[0], weights[0].shape[1])
+    out = grad.new_empty(grad.shape[0], shape_of(weights)[1])
     if has_kernels(grad):
         kernels().multiply(grad, weights, ends, out, transposed=False)
         return out
@@ -185,6 +200,7 @@ def groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
+@functools.cache
 def kernels():
     """The module of the Triton kernels: imported where a GPU needs it, because Triton comes with PyTorch for GPUs."""
     from ep_dispatcher.moe import grouped_gemm_kernels

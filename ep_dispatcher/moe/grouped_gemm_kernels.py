@@ -10,6 +10,7 @@ Operands come through the tensor memory accelerator, tile by tile. It reads matr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,15 @@ BIAS_ROWS, BIAS_COLUMNS = 64, 64  # of a step of the sums for a bias
 BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, and a step of each sum
 
 
+# Triton's own take the host 2 us each.
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def described(weights: Matrices, block: list[int]) -> tuple[TensorDescriptor, Tensor | None, int, int]:
     """Describe the matrices [n, k] of all experts as one tensor [shifts, n, k]; a shift is LINE_BYTES long.
 
@@ -72,11 +82,18 @@ def described(weights: Matrices, block: list[int]) -> tuple[TensorDescriptor, Te
     """
     base, shifts = shifts_of(weights)
     n, k = base.shape
-    sizes, strides = [max(shifts) + 1, n, k], [LINE_BYTES // base.itemsize, k, 1]
+    num_shifts, *where = _places(shifts, base.device)
+    strides = [LINE_BYTES // base.itemsize, k, 1]
+    return TensorDescriptor(base, [num_shifts, n, k], strides, [1, *block]), *where
+
+
+@functools.lru_cache(4096)  # of matrices that come and go; those of Megatron stay the same
+def _places(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor | None, int, int]:
+    """Return how many shifts a descriptor needs, and the table, first and step of `described`."""
     first, step = shifts[0], shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
     is_regular = all(b - a == step for a, b in zip(shifts, shifts[1:]))
-    table = None if is_regular else _table(shifts, torch.int32, base.device)
-    return TensorDescriptor(base, sizes, strides, [1, *block]), table, first, step
+    table = None if is_regular else torch.tensor(shifts, dtype=torch.int32, device=device)
+    return max(shifts) + 1, table, first, step
 
 
 def multiply(
@@ -104,12 +121,13 @@ def multiply(
         weights_scaled: tuple[Any, ...] = (None, None, None)
     else:
         tile, usual = SMALL_FLOAT8_TILE, FLOAT8_TILE
-        weights_scaled = weight_scales[0], matrix_addresses(weight_scales, rows.device), weight_scales[0].stride(0)
+        any_scales = weight_scales if isinstance(weight_scales, Tensor) else weight_scales[0]
+        weights_scaled = any_scales, placed(weight_scales, rows.device)[0], any_scales.stride(-2)
     if num_rows > FEW_ROWS * experts:
         tile = usual
     descriptor, shifts, first, step = described(weights, [tile.n, tile.k] if transposed else [tile.k, tile.n])
     most_tiles = num_rows // tile.m + min(experts, num_rows)  # along the rows: each expert can begin one more
-    _multiply[most_tiles * triton.cdiv(columns, tile.n),](
+    _multiply[most_tiles * cdiv(columns, tile.n),](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
@@ -125,7 +143,7 @@ def multiply(
         first,
         step,
         experts,
-        EXPERTS=triton.next_power_of_2(experts),
+        EXPERTS=next_power_of_2(experts),
         TRANSPOSED=transposed,
         **tile.options(),
     )
@@ -233,17 +251,18 @@ def outer_products(sets: Sequence[RowSet], out: Matrices, *, accumulate: bool) -
     num_rows = sum(one[0].shape[0] for one in sets)
     tiles = ADDED_TILES if accumulate else STORED_TILES
     tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
+    addresses, is_aligned = placed(out, sets[0][1].device)
     first, second = _described(sets[0], tile), (_described(sets[1], tile) if len(sets) > 1 else (None,) * 4)
-    _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
+    _outer_products[experts * cdiv(n, tile.m) * cdiv(k, tile.n),](
         *first[:2],
         out[0],
-        matrix_addresses(out, sets[0][1].device),
+        addresses,
         *first[2:],
         n,
         k,
         *second,
         ACCUMULATE=accumulate,
-        ALIGNED=are_aligned(out),
+        ALIGNED=is_aligned,
         MORE=len(sets) > 1,
         **tile.options(),
     )
@@ -260,32 +279,18 @@ def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDes
     )
 
 
-def are_aligned(matrices: Matrices) -> bool:
-    """Return whether all matrices begin at multiples of 16 bytes."""
-    if isinstance(matrices, Tensor):
-        return not (matrices.data_ptr() % 16 or matrices.stride(0) * matrices.element_size() % 16)
-    return not any(matrix.data_ptr() % 16 for matrix in matrices)
-
-
-_tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-
-
-def _table(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the numbers on the device. Those of Megatron stay the same, so they are copied once."""
-    key = numbers, device
-    if key not in _tables:
-        if len(_tables) >= 4096:  # of matrices that come and go
-            _tables.clear()
-        _tables[key] = torch.tensor(numbers, dtype=dtype, device=device)
-    return _tables[key]
-
-
-def matrix_addresses(matrices: Matrices, device: torch.device) -> Tensor:
-    """The addresses of the matrices, int64 on the device."""
+def placed(matrices: Matrices, device: torch.device) -> tuple[Tensor, bool]:
+    """Return the addresses of the matrices, int64 on the device, and whether all are multiples of 16 bytes."""
     if isinstance(matrices, Tensor):
         begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        return torch.arange(begin, begin + len(matrices) * step, step, dtype=torch.int64, device=device)
-    return _table(tuple(matrix.data_ptr() for matrix in matrices), torch.int64, device)
+        addresses = torch.arange(begin, begin + len(matrices) * step, step, dtype=torch.int64, device=device)
+        return addresses, not (begin % 16 or step % 16)
+    return _placed(tuple([matrix.data_ptr() for matrix in matrices]), device)
+
+
+@functools.lru_cache(4096)
+def _placed(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
+    return torch.tensor(addresses, dtype=torch.int64, device=device), not any(one % 16 for one in addresses)
 
 
 @triton.jit
@@ -374,13 +379,13 @@ def bias_grads(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> N
     """out[e] [n] = the sum of row_weights[r] * grad[r] [n] over the rows of e in all sets, or that is added."""
     n = sets[0][0].shape[1]
     first, second = sets[0], sets[1] if len(sets) > 1 else (None, None, None)
-    _bias_grads[len(out), triton.cdiv(n, BIAS_COLUMNS)](
+    _bias_grads[len(out), cdiv(n, BIAS_COLUMNS)](
         *first,
         first[0].shape[0],
         *second,
         0 if second[0] is None else second[0].shape[0],
         out[0],
-        matrix_addresses(out, first[0].device),
+        placed(out, first[0].device)[0],
         n,
         ROWS=BIAS_ROWS,
         COLUMNS=BIAS_COLUMNS,
@@ -469,7 +474,7 @@ def activate_grad(
             0 if bias is None else bias.shape[1],
             len(ends),
             ACT=activation,
-            EXPERTS=triton.next_power_of_2(len(ends)),
+            EXPERTS=next_power_of_2(len(ends)),
             BLOCK=ACTIVATION_COLUMNS,
         )
     return out, grad_weights

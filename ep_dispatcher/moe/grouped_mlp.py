@@ -17,7 +17,7 @@ from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
-from ep_dispatcher.moe.grouped_gemm import Matrices
+from ep_dispatcher.moe.grouped_gemm import Matrices, shape_of
 
 
 class Parameters(NamedTuple):
@@ -166,9 +166,10 @@ def checked_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> M
             checks.fail(name, one[0].dtype, f"{dtype}, as the rows have it")
     for name, quantised, one in zip(("w1", "w2"), mlp.float8 or (), parameters):
         assert one is not None  # w1 or w2
-        if len(quantised.rows) != len(one) or quantised.rows[0].shape != one[0].shape:
-            given = f"{name} of {len(quantised.rows)} matrices {list(quantised.rows[0].shape)}"
-            checks.fail("float8", given, f"{len(one)} of {list(one[0].shape)}, as the parameters")
+        sizes = [(len(matrices), *shape_of(matrices)) for matrices in (quantised.rows, one)]
+        if sizes[0] != sizes[1]:
+            given, allowed = (f"{number} matrices {shape}" for number, *shape in sizes)
+            checks.fail("float8", f"{name} of {given}", f"{allowed}, as the parameters")
     return mlp
 
 

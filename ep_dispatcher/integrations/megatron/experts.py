@@ -214,9 +214,12 @@ class Experts:
         ddp = self.ddp()
         if ddp is None:
             return
+        like, dummy = None, None
         for weight in weights:
             if fused:  # the hook wants a gradient to be there, and takes it away again
-                weight.grad = _dummy(weight.shape, weight.dtype, weight.device)
+                if (shape := weight.shape) != like:
+                    like, dummy = shape, _dummy(shape, weight.dtype, weight.device)
+                weight.grad = dummy
             ddp._make_backward_post_hook(weight)()
 
     def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
@@ -324,8 +327,8 @@ def _dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def _parameters(linears: Sequence[Module], name: str) -> list[Any]:
     """Return weight0, weight1, ... of one grouped layer, or the weights of many layers; likewise with biases."""
-    named = [item for linear in linears for item in linear._parameters.items()]
-    return [one for key, one in named if one is not None and key.startswith(name)]
+    named = (linear._parameters.items() for linear in linears)
+    return [one for items in named for key, one in items if one is not None and key.startswith(name)]
 
 
 def of(module: Module) -> Experts | None:

@@ -73,11 +73,11 @@ def graph_modules(config) -> tuple[str, list[str]]:
 
 def captured_experts(config) -> tuple[str, str] | None:
     """Return the flag and the value that put dispatch and experts into CUDA graphs; None if none does."""
-    flag, modules = graph_modules(config)
     if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
         return "--cuda-graph-impl", "full_iteration"
     if config.cuda_graph_impl == "none":
         return None
+    flag, modules = graph_modules(config)
     if not modules:
         return flag, "none, which is the whole layer"
     return next(((flag, name) for name in ("full_iteration", "moe") if name in modules), None)
