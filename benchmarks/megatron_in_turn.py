@@ -183,6 +183,10 @@ def take_turn(folder: Path, number: int, count: int, script: str, arguments: lis
         return train(*given, **options)
 
     training.train = train_in_turn
+    run_script(script, arguments)
+
+
+def run_script(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
     own, its = str(Path(__file__).resolve().parent), str(Path(script).parent)
     sys.path[:] = [its if path == own else path for path in sys.path]  # in its place: launchers may put theirs first

@@ -146,7 +146,7 @@ class Hosts(AbstractContextManager):
                 self._places.append(_Place(OWN, f"{MOUNTS} && {own}"))
             self._connect(mtu)
             if rate is not None or loss:
-                self._limit(rate or "100gbit", loss)
+                self.limit(rate, loss)
         except BaseException:  # it is raised again
             self.close()
             raise
@@ -179,13 +179,16 @@ class Hosts(AbstractContextManager):
                 )
                 place.configure("ip", self._add(host, i, f"eth{i}"), f"link set eth{i} up")
 
-    def _limit(self, rate: str, loss: float) -> None:
-        """Set rate and loss (percent) of what every host sends through eth0.
+    def limit(self, rate: str | None, loss: float = 0) -> None:
+        """Set rate and loss (percent) of what every host sends through eth0, in place of those before; None: no limit.
 
         A classic BPF filter gives lost packets to a class that drops them: unlike netem most kernels have that.
         """
-        htb = f"htb rate {rate} burst 256k cburst 256k"
-        lines = ["qdisc add dev eth0 root handle 1: htb default 1", f"class add dev eth0 classid 1:1 parent 1: {htb}"]
+        htb = f"htb rate {rate or '100gbit'} burst 256k cburst 256k"
+        lines = ["qdisc replace dev eth0 root pfifo", "qdisc del dev eth0 root"]  # there may be one to delete, or none
+        if rate is not None or loss:
+            lines.append("qdisc add dev eth0 root handle 1: htb default 1")
+            lines.append(f"class add dev eth0 classid 1:1 parent 1: {htb}")
         if loss:
             # Load a random word; below this limit the default class takes the packet.
             code = f"4,32 0 0 {0xFFFFF038},53 1 0 {int(2**32 * (1 - loss / 100))},6 0 0 0,6 0 0 {2**32 - 1}"
