@@ -11,6 +11,7 @@ that Megatron runs in FP8: float8.py.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,7 @@ class Experts:
 
     fc1: list[Module]  # the linear layers with w1
     fc2: list[Module]  # those with w2
-    bypassed: list[Module]  # every module that grouped GEMMs leave uncalled
+    bypassed: dict[Module, Any]  # every module that grouped GEMMs leave uncalled, and its _one_of_buckets
 
     def __init__(self, layer: Any):
         self.layer, self._module, self.config = weakref.proxy(layer), weakref.ref(layer.experts), layer.config
@@ -69,7 +70,7 @@ class Experts:
         self.is_delivered = False  # whether a backward has called _deliver_in_graph, and the anchor's hook is next
         self.anchor: Any = None  # the one weight that autograd sees, if CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
-        self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
+        self.fc1, self.fc2, self.bypassed = [], [], {}  # until it is decided
         _all[id(self)] = self
 
     @property
@@ -86,7 +87,9 @@ class Experts:
         return Parameters(*(_parameters(linears, name) for name in names for linears in (self.fc1, self.fc2)))
 
     def decide(self) -> None:
-        self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(self.module)
+        self.fc1, self.fc2, bypassed = eligibility.linear_layers(self.module)
+        groups = getattr(self.ddp(), "param_to_bucket_group", {})
+        self.bypassed = {module: _one_of_buckets(module, groups) for module in bypassed}
         self.float8 = self.wants_float8() and float8.are_quantised(self.fc1 + self.fc2)
         self.weights.forget()
         self.why_not = eligibility.why_not(self)
@@ -137,9 +140,9 @@ class Experts:
         a Quantized, rows are the anchor of its rows.
         """
         self.is_captured |= graphs.is_capturing() or graphs.stream_is_captured()
-        for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights, and do no more
+        for module, buckets in self.bypassed.items():  # with overlap_param_gather hooks wait for the weights, no more
             for hook in module._forward_pre_hooks.values():
-                hook(module, (rows, counts))
+                hook(buckets, (rows, counts))
         if getattr(self.config, "moe_apply_probs_on_input", False):  # top-k is 1, so a token has one
             rows, probs = (rows * probs.view(-1, 1)).to(rows.dtype), torch.ones_like(probs)
         parameters = self.parameters()
@@ -214,6 +217,8 @@ class Experts:
         ddp = self.ddp()
         if ddp is None:
             return
+        if fused and not any(one.is_last_microbatch for one in ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
+            return  # before the last microbatch the hooks would only take away a dummy
         like, dummy = None, None
         for weight in weights:
             if fused:  # the hook wants a gradient to be there, and takes it away again
@@ -329,6 +334,12 @@ def _parameters(linears: Sequence[Module], name: str) -> list[Any]:
     """Return weight0, weight1, ... of one grouped layer, or the weights of many layers; likewise with biases."""
     named = (linear._parameters.items() for linear in linears)
     return [one for items in named for key, one in items if one is not None and key.startswith(name)]
+
+
+def _one_of_buckets(module: Module, groups: dict[Tensor, Any]) -> Any:
+    """Return what takes a module's place before its hooks: they wait for a whole bucket group by any weight of it."""
+    weights = {id(groups.get(one)): one for one in module.parameters(recurse=False)}
+    return types.SimpleNamespace(parameters=lambda recurse: weights.values())
 
 
 def of(module: Module) -> Experts | None:
