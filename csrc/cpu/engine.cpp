@@ -44,9 +44,7 @@ Engine::Engine(Config config, int64_t buffer_uid, void (*on_look)())
 }
 
 void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
-  regions_.clear();
-  peer_memory_.clear();
-  processes_.clear();
+  std::vector<Region> regions;  // regions_ stays empty if a peer's memory is gone
   for (int local = 0; local < config_.ranks_per_node; ++local) {
     processes_.emplace_back(pids[local]);
     char* base = own_memory_.data();
@@ -55,8 +53,9 @@ void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
       base = peer_memory_.back().data();
     }
     Cursor c(base);
-    regions_.push_back(carve_region(c, config_));
+    regions.push_back(carve_region(c, config_));
   }
+  regions_ = std::move(regions);
 }
 
 void Engine::close() {
