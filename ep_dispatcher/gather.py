@@ -223,12 +223,12 @@ class Gather:
                 f"{self._doing(phase)}: the store of the default process group failed, by {type(error).__name__}: "
                 f"{error} (ep_dispatcher calls its add, check, compare_set, get, multi_get, set and wait)"
             ) from error
+        self._given_up = "complete" not in decision
         if "late" in decision:
-            self._given_up = True
             raise self._timeout(phase, decision["late"] or waited_for or others, started)
-        self._together = True
         if "stopped" in decision:
             raise RuntimeError(f"{self._doing(phase)}: rank {decision['stopped']} left: {decision['by']}")
+        self._together = True
         offers = self._read_offers(phase, own, messages)
         attempts = [offer.attempts for offer in offers]
         self._history.attempts = max(attempts)
@@ -366,16 +366,16 @@ class Gather:
         store, step, leftovers = self._store, self._step, self._history.leftovers
         assert store is not None  # since the round was joined
         own = [self._key(s, self._rank) for s in range(step + 1)]
+        shared = [self._key(s, name) for s in range(step + 2) for name in ("arrived", "decision")]
         if self._given_up:
-            leftovers += [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")]
-            leftovers += own[:-1]  # of complete steps: a late rank may still read them
+            leftovers += own[:-1] + shared  # of complete steps: a late rank may still read them
             delete(store, own[-1:])
         elif error is not None and not self._together:
             # On this round's own connection a thread may be waiting. A complete step cannot be stopped: the next can.
             connection, idle = _connect()
             store, by = PrefixStore(self._history.prefix, connection), f"{type(error).__name__}: {error}"
+            leftovers += own + shared
             for s in (step, step + 1):
-                leftovers += [self._key(s, name) for name in (self._rank, "arrived", "decision")]
                 if "complete" not in self._decide(store, s, {"stopped": self._rank, "by": by}):
                     break
             idle.append(connection)
@@ -384,8 +384,7 @@ class Gather:
             delete(store, own[:-1] + leftovers)
             leftovers.clear()
             if store.add(f"{self._round}/left", 1) == self._size:
-                delete(store, [self._key(step, rank) for rank in range(self._size)] + [f"{self._round}/left"])
-                delete(store, [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")])
+                delete(store, [self._key(step, rank) for rank in range(self._size)] + [f"{self._round}/left", *shared])
         self._put_back()
 
 

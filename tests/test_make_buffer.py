@@ -215,10 +215,10 @@ def test_an_exception_on_one_rank_is_raised_on_all(rank, step, kind):
     check_new_buffer(ranks_per_node=2)
 
 
-@pytest.mark.parametrize("step,late,others", [(STEPS[2], STEPS[2], [1])])
+@pytest.mark.parametrize("step,late,others", [(STEPS[1], READ, [0, 1, 3]), (STEPS[2], STEPS[2], [1])])
 @on_ranks(4)
 def test_a_rank_is_late_when_another_has_left(rank, step, late, others):
-    """Rank 2 maps memory of one that is gone."""
+    """Rank 2 reads that the first step is complete when the others have left the second; it maps memory of one gone."""
     stop = lambda: wait_for(*(f"left/{step}/{other}" for other in others))  # noqa: E731
     with fault(late, stop) if rank == 2 else failing(rank, step, KeyboardInterrupt):
         with pytest.raises((RuntimeError, KeyboardInterrupt)) as caught:
@@ -317,6 +317,8 @@ def test_keys_of_the_store_are_deleted_and_connections_to_it_used_again(rank, ra
         late_error(lambda: make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S))
     if rank != 1:
         dist.barrier()
+    with failing(rank, STEPS[2], KeyboardInterrupt), pytest.raises((RuntimeError, KeyboardInterrupt)):
+        make()
     make()
     count()
     assert len(set(numbers)) == 1, numbers
