@@ -66,6 +66,10 @@ def as_test(body, parameters: list[str], run):
     return test
 
 
+def load(rank: int, body) -> None:
+    """A run before that of the body: a rank may need seconds to import the body's module, and others would time out."""
+
+
 def on_ranks(num_ranks: int | None = None, *, fresh: bool = False, **options):
     """Run the body of a test on that many ranks. It takes the rank, and then the test's fixtures and cases.
 
@@ -77,6 +81,7 @@ def on_ranks(num_ranks: int | None = None, *, fresh: bool = False, **options):
     def run(body, pools, **given):
         number = num_ranks or given["num_ranks"]
         with RankPool(number) if fresh else contextlib.nullcontext(pools(number)) as pool:
+            pool.run(load, body)
             pool.run(body, *given.values(), **options)
 
     return lambda body: as_test(body, ["pools", *list(inspect.signature(body).parameters)[1:]], run)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import as_test
+from conftest import as_test, load
 from torch import Tensor
 
 from ep_dispatcher import reference
@@ -38,6 +38,7 @@ def on_ranks(*fields: str, **fixed: Any) -> Callable:
 
     def run(body: Callable, pools: Any, engine: str, **given: Any) -> None:
         case = Case(engine, **{field: given.pop(field) for field in fields}, **fixed)
+        pools(RANKS).run(load, body)
         pools(RANKS).run(body, case, *given.values())
 
     def decorate(body: Callable) -> Callable:

@@ -1,6 +1,5 @@
 """Decode layout: fixed places for rows, and a weighted combine, bit by bit as ep_dispatcher/reference.py has them."""
 
-import dataclasses
 import itertools
 import re
 import time
@@ -18,6 +17,7 @@ from round_trip import round_trip
 from test_dispatch_combine import AXES, Case, Inputs, assert_same, make_buffer, make_inputs, pairwise, random_rows, to
 from test_errors import assert_refused, error_of
 from test_experts import uninitialised_memory_is_nan
+from test_faults import hurry
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -403,9 +403,9 @@ def test_another_handle_is_an_error_on_all_ranks(rank, engine, operation, ranks_
 def test_a_rank_that_is_late_with_its_weights_is_named(rank, ranks_per_node, phase):
     case = Case(2, ranks_per_node, layout="decode", weighted=False)
     inputs, buffer = make_inputs(case), make_buffer(case, "cpu", 32)
-    buffer.config = buffer._engine._config = dataclasses.replace(buffer.config, timeout_s=LIMIT_S)
     with buffer:
         out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="decode")
+        hurry(buffer, LIMIT_S)
         if rank == 1:
             time.sleep(3 * LIMIT_S)
             return

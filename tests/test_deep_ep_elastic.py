@@ -356,7 +356,7 @@ def test_refusals_and_hints(rank: int):
 @conftest.on_ranks(2)
 def test_num_gpu_timeout_secs_is_the_limit(rank: int):
     with environment(Case("cpu")):
-        buffer = ElasticBuffer(dist.group.WORLD, num_gpu_timeout_secs=1, explicitly_destroy=True)
+        buffer = ElasticBuffer(dist.group.WORLD, num_gpu_timeout_secs=3, explicitly_destroy=True)
         buffer.barrier()
         if rank == 0:
             with pytest.raises(ep.PeerTimeoutError):

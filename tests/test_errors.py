@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import NO_CUDA, on_ranks
 from round_trip import MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer, outputs, round_trip
+from test_faults import hurry, make_hasty_buffer
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -442,8 +443,9 @@ def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, engin
 def mix_operations(rank: int, operation: str, other: str, ranks_per_node: int) -> list[tuple[str, str]]:
     """Rank 1 calls another operation than the others. Returns the errors of it and of a right one after it."""
     errors = []
-    with make_buffer(engine="cpu", ranks_per_node=ranks_per_node, timeout_s=1.5) as buffer:
+    with make_hasty_buffer(engine="cpu", ranks_per_node=ranks_per_node) as buffer:
         calls = operations_of(buffer, rank)
+        hurry(buffer, 1.5)
         for call in (calls[other if rank == 1 else operation], calls["dispatch"]):
             with pytest.raises((ValueError, ep.PeerTimeoutError)) as caught:
                 call()

@@ -14,8 +14,8 @@ from test_faults import mappings, tell, wait_for
 
 import ep_dispatcher as ep
 
-LIMIT_S = 30.0  # of the operations; what is tested takes milliseconds
-SOON_S = 5.0  # on a machine under load
+LIMIT_S = 60.0  # of the operations
+SOON_S = 20.0  # on a machine under load; what is tested takes milliseconds
 NUM_ROWS = 4096  # more than any rank receives
 
 
@@ -65,7 +65,7 @@ def expect_late_peer(buffer: ep.Buffer, operation) -> None:
     with pytest.raises(ep.PeerTimeoutError) as caught:
         for _ in range(2):  # rank 0 may have completed its part of the first
             operation()
-    assert caught.value.late_ranks == (0,) and time.monotonic() - begin < LIMIT_S / 2
+    assert caught.value.late_ranks == (0,) and time.monotonic() - begin < SOON_S
     buffer.destroy()
 
 

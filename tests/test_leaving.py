@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import on_ranks
 from round_trip import assert_received, expected, inputs, make_buffer, round_trip
-from test_faults import ActsIn, default_store, mappings, tell, wait_for
+from test_faults import ActsIn, default_store, hurry, make_hasty_buffer, mappings, tell, wait_for
 
 import ep_dispatcher as ep
 from ep_dispatcher import _C_cpu
@@ -72,8 +72,9 @@ def test_what_a_rank_completed_before_it_left_counts(rank, how):
 
 @on_ranks(2)
 def test_different_operations_between_nodes_are_named(rank):
-    with make_buffer(ranks_per_node=1, timeout_s=1.5) as buffer:
+    with make_hasty_buffer(ranks_per_node=1) as buffer:
         out = buffer.dispatch(*inputs(rank))
+        hurry(buffer, 1.5)
         with pytest.raises(ep.PeerTimeoutError, match="rank 0 is in a dispatch, rank 1 is in a combine"):
             buffer.combine(out.x, out.handle) if rank else buffer.dispatch(*inputs(rank))
 

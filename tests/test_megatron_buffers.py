@@ -36,7 +36,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations import agree
 from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, limits, register, unregister
 
-LIMIT_S, SLACK_S = 1.5, 5.0
+LIMIT_S, SLACK_S = 3.0, 20.0
 EP2 = Layout(ep=2)
 
 

@@ -31,7 +31,7 @@ from ep_dispatcher import checks, operation
 from ep_dispatcher.errors import again
 from ep_dispatcher.integrations.megatron import limits, routing
 
-LIMIT_S, SLACK_S = 1.5, 5.0
+LIMIT_S, SLACK_S = 3.0, 20.0
 
 
 @on_ranks()
@@ -194,7 +194,7 @@ def test_a_rank_that_is_late_for_the_first_forward(rank: int, size: int | None):
     name = f"megatron/first/{size}"
     others = [f"{name}/{other}" for other in range(3)]
     store = dist.distributed_c10d._get_default_store()
-    with environment(EP_DISPATCHER_TIMEOUT_S="2", max_tokens_per_rank=size):
+    with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S), max_tokens_per_rank=size):
         use_layout(Layout(ep=4))
         layer = make_layer(make_config(), layer_number=3)
         if rank == 3:
@@ -202,7 +202,7 @@ def test_a_rank_that_is_late_for_the_first_forward(rank: int, size: int | None):
         started = time.monotonic()
         with pytest.raises(ep.PeerTimeoutError) as caught:
             layer(tokens_of(rank))
-        assert time.monotonic() - started < 2 + 4 * SLACK_S
+        assert time.monotonic() - started < LIMIT_S + SLACK_S
         error = caught.value
         assert str(error).startswith("layer 3, microbatch 1: ") and error.note == "layer 3, microbatch 1"
         assert error.late_ranks == ((0, 1, 2) if rank == 3 else (3,))
