@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import types
@@ -18,6 +17,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import exhaustive
 from megatron_layer import (
     CLASSES,
@@ -473,10 +473,10 @@ def script(tmp_path) -> Path:
 
 
 def test_launcher_runs_a_script_of_two_ranks(script, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    # Here, not on rank 0: until that starts, others may take a port that is free now.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    group |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     processes = [start(tmp_path, "training/train.py", *CHOSEN, RANK=str(rank), **group) for rank in range(2)]
     for rank, (out, err) in enumerate(map(finish, processes)):
         assert report_of(out) == dict(

@@ -22,10 +22,11 @@ from ep_dispatcher.gather import Gather, PeersLate
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 4.0
+POOL = os.getppid()  # in a rank: the names of its sockets are not those of a pool that runs beside this one
 
 
 def config_of_ranks(
-    gather: Gather, buffer_id: int = 7, ranks_per_node: int | None = None, between_hosts: bool = False
+    gather: Gather, buffer_id: int = POOL, ranks_per_node: int | None = None, between_hosts: bool = False
 ) -> SimpleNamespace:
     """What regions read of an EngineConfig."""
     num_ranks = dist.get_world_size()
@@ -57,7 +58,7 @@ def text_of(fd: int) -> str:
 def test_every_rank_gets_the_descriptors_of_all_others(rank):
     num_ranks, before = dist.get_world_size(), len(os.listdir("/proc/self/fd"))
     for turn, count in enumerate((1, 2, 0)):
-        descriptors = Descriptors(f"secret {turn}", rank, num_ranks)
+        descriptors = Descriptors(f"secret {POOL} {turn}", rank, num_ranks)
         dist.barrier()
         if rank == turn:
             time.sleep(0.3)  # the others wait for a slow one
@@ -74,7 +75,7 @@ def test_every_rank_gets_the_descriptors_of_all_others(rank):
 
 @on_ranks(3)
 def test_strangers_are_not_heard(rank):
-    descriptors = Descriptors("secret", rank, 3)
+    descriptors = Descriptors(f"secret {POOL}", rank, 3)
     dist.barrier()
     if rank == 0:  # whoever finds the socket of rank 1 gets nothing, and disturbs nobody
         for message in (b"", b"x", b"x" * 64, Descriptors._digest(descriptors, "from 0 to 2")):
@@ -92,7 +93,7 @@ def test_strangers_are_not_heard(rank):
 @on_ranks(3, fresh=True)  # which open nothing else meanwhile
 def test_a_rank_that_does_not_come_is_named(rank):
     before = len(os.listdir("/proc/self/fd"))
-    descriptors = Descriptors("secret", rank, 3)
+    descriptors = Descriptors(f"secret {POOL}", rank, 3)
     dist.barrier()
     if rank != 2:
         own, started = file_with(""), time.monotonic()
@@ -104,11 +105,11 @@ def test_a_rank_that_does_not_come_is_named(rank):
     descriptors.close()
     dist.barrier()
     if rank == 0:
-        descriptors = Descriptors("another secret", rank, 3)
+        descriptors = Descriptors(f"another secret {POOL}", rank, 3)
         with pytest.raises(RuntimeError, match="rank 1 is on this host and its socket cannot be found: ranks of a"):
             descriptors.exchange([], 1.0)
         with pytest.raises(OSError):
-            Descriptors("another secret", rank, 3)  # a name serves once
+            Descriptors(f"another secret {POOL}", rank, 3)  # a name serves once
         descriptors.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -221,7 +222,7 @@ def test_where_a_rank_lacks_the_package_all_say_what_to_install(rank):
 # ---- regions ---------------------------------------------------------------------------------------------------------
 
 
-def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7, wire: str = "peer", **config):
+def make(num_bytes: int, flag_bytes: int, buffer_id: int = POOL, wire: str = "peer", **config):
     """Regions as CudaEngine makes them."""
     from ep_dispatcher.engines.cuda import regions
 
@@ -271,7 +272,7 @@ def assert_nothing_left(driver: driver_model.Driver) -> None:
 @on_ranks(3, fresh=True)
 def test_regions_keep_their_flags_and_addresses(rank, num_bytes, flag_bytes, kept, whole, between_hosts):
     driver = driver_model.install()
-    first = make(3 * PAGE, 8, buffer_id=6, between_hosts=between_hosts)
+    first = make(3 * PAGE, 8, buffer_id=-POOL, between_hosts=between_hosts)
     made = make(num_bytes, flag_bytes, between_hosts=between_hosts)
     num_held = 3 * between_hosts  # both parts of the first region, and the flags of the other
     num_ranks = dist.get_world_size()
