@@ -18,17 +18,8 @@ from megatron_layer import (
     random,
     tokens_of,
 )
-from test_megatron_experts import (
-    GROUPED,
-    GROUPED_GEMMS,
-    IN_BUCKETS,
-    TWO_PARTS,
-    ddp_of,
-    iterations,
-    make_grouped_layer,
-    said,
-    switched_on,
-)
+from test_megatron_experts import GROUPED, GROUPED_GEMMS, TWO_PARTS, make_grouped_layer, said, switched_on
+from test_megatron_main_grad import IN_BUCKETS, ddp_of, iterations
 from torch.nn.modules import module as torch_module
 
 from ep_dispatcher.integrations.megatron.experts import is_grouped

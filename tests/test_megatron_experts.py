@@ -1,8 +1,7 @@
-"""Experts in grouped GEMMs: what Megatron's own experts compute, gradients where Megatron looks for them."""
+"""Experts in grouped GEMMs: what Megatron's own experts compute."""
 
 import contextlib
 import io
-import operator
 import re
 
 import pytest
@@ -18,10 +17,8 @@ from megatron_layer import (
     device,
     environment,
     error_of,
-    grads_of,
     make_config,
     make_layer,
-    on_gpu,
     on_ranks,
     outcome,
     random,
@@ -29,13 +26,12 @@ from megatron_layer import (
     set_weights,
     step,
     tokens_of,
-    with_graphs,
 )
 from test_experts import uninitialised_memory_is_nan
 from test_megatron_layer import CASES, UNEVEN
 from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
-from ep_dispatcher.integrations.megatron import eligibility, experts, limits, plugin, register, unregister
+from ep_dispatcher.integrations.megatron import eligibility, experts, limits
 from ep_dispatcher.moe import overlap
 
 GROUPED_GEMMS, OVERLAP, TWO_PARTS = "grouped GEMMs", "overlap", "two parts"
@@ -111,18 +107,9 @@ OWN_CASES = {
     "other width of experts": Case(settings=dict(moe_ffn_hidden_size=24)),
     "limited rows": Case(environment=dict(rank_capacity_factor=4, max_tokens_per_rank=40)),
 }
-NAMES = (
-    "plain",
-    "no tokens",
-    "capacity",
-    "capacity padded",
-    "router fp64",
-    "recompute moe",
-    "recompute full",
-    "latent",
-)
-NAMES += ("shared expert", "shared expert overlapped", "shared expert overlapped, gate, capacity", "two nodes")
-NAMES += (*OWN_CASES, "sequence parallel", "expert tensor parallel")  # one layout after the other
+NAMES = ("plain", "no tokens", "capacity", "capacity padded", "router fp64", "recompute moe", "recompute full")
+NAMES += ("latent", "shared expert", "shared expert overlapped", "shared expert overlapped, gate, capacity")
+NAMES += ("two nodes", *OWN_CASES, "sequence parallel", "expert tensor parallel")  # one layout after the other
 RUNS = [(name, OURS, mode) for name in NAMES for mode in (GROUPED_GEMMS, TWO_PARTS)]
 RUNS += [(name, OURS, GROUPED_GEMMS) for name in FAMILIES]
 RUNS += [("plain", "alltoall", GROUPED_GEMMS)]
@@ -321,238 +308,6 @@ def test_checkpoints_stay_megatrons(rank: int):
         assert all(p is before[name] for name, p in layer.named_parameters())
 
 
-# ---- gradients in main_grad -----------------------------------------------------------------------------------------
-
-
-def ddp_of(layer, config, **settings):
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    options = dict(grad_reduce_in_fp32=True, overlap_grad_reduce=True) | settings
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), layer)
-
-
-def iterations(ddp, rank: int, between=lambda: None, overwritten=()) -> dict[str, torch.Tensor]:
-    """Two iterations of two microbatches; every main_grad, summed over the ranks that share the weight.
-
-    The first microbatch writes over the main_grad of ``overwritten``, and does not read it.
-    """
-    found = {}
-    for iteration in range(2):
-        ddp.zero_grad_buffer()
-        for parameter in overwritten:
-            parameter.main_grad.fill_(7)
-        if ddp.ddp_config.overlap_param_gather:
-            lose_weights_of_others(ddp)
-        with ddp.no_sync():
-            found[f"{iteration} first"] = step(ddp, tokens_of(rank, 2 * iteration))["output"]
-            between()
-        found[f"{iteration} second"] = step(ddp, tokens_of(rank, 2 * iteration + 1))["output"]
-        between()
-        ddp.finish_grad_sync()
-        for name, parameter in ddp.module.named_parameters():
-            assert parameter.grad is None, name
-            found[f"{iteration} {name}"] = parameter.main_grad.clone()
-    return found
-
-
-def lose_weights_of_others(ddp) -> None:
-    """As after a step of the distributed optimizer: a rank has its part of the weights, the others are on the way."""
-    for buffer in ddp.expert_parallel_buffers:
-        group = buffer.data_parallel_group
-        for bucket in buffer.buckets:
-            parts = bucket.param_data.view(group.size(), -1)
-            own = parts[group.rank()].clone()
-            parts.fill_(float("nan"))
-            parts[group.rank()] = own
-    ddp.start_param_sync()
-
-
-IN_BUCKETS = dict(use_distributed_optimizer=True, bucket_size=3000)  # Gloo reduces these on GPUs too
-
-
-# For tests whose ranks may share a GPU, where NCCL does not start.
-GLOO_TAKES_LISTS = pytest.mark.skipif(
-    on_gpu(), reason="Megatron reduces lists of gradients, and Gloo takes no list of CUDA tensors"
-)
-
-
-@pytest.mark.parametrize(
-    "settings, mode",
-    [
-        pytest.param({}, GROUPED_GEMMS, marks=GLOO_TAKES_LISTS),
-        pytest.param(dict(overlap_grad_reduce=False), GROUPED_GEMMS, marks=GLOO_TAKES_LISTS),
-        (IN_BUCKETS, GROUPED_GEMMS),
-        (IN_BUCKETS, TWO_PARTS),
-        pytest.param(IN_BUCKETS | dict(overlap_param_gather=True), GROUPED_GEMMS, marks=GLOO_TAKES_LISTS),
-    ],
-    ids=["overlapped", "at the end", "several buckets", "two parts", "weights gathered meanwhile"],
-)
-@on_ranks(4)
-def test_gradients_reach_main_grad_and_are_reduced(rank, settings, mode):
-    """Megatron's hooks see every weight's gradient once, and 2 ranks, which share it, reduce it."""
-    config = make_config(**GROUPED)
-    wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
-    with switched_on(mode):
-        config.gradient_accumulation_fusion = True
-        layer = make_grouped_layer(config)
-        ddp = ddp_of(layer, config, **settings)
-        accumulated: list = []
-        for weight in layer.experts.parameters():
-            weight.register_post_accumulate_grad_hook(accumulated.append)
-        got = iterations(ddp, rank, overwritten=list(layer.experts.parameters()))
-        assert not accumulated, "autograd has nothing to do with these weights"
-        assert all(w.grad_added_to_main_grad for w in layer.experts.parameters())
-        assert not layer.router.weight.grad_added_to_main_grad
-    assert_agree(got, wanted)
-    assert all(got[name].any() for name in got if "experts" in name)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@MODES
-@on_ranks(4)
-def test_delayed_gradients_of_weights_wait_for_backward_dw(rank, mode, fused):
-    config = make_config(**GROUPED)
-    wanted = iterations(ddp_of(make_grouped_layer(config), config, **IN_BUCKETS), rank)
-    with switched_on(mode):
-        config.delay_wgrad_compute, config.gradient_accumulation_fusion = True, fused
-        layer = make_grouped_layer(config)
-        ddp = ddp_of(layer, config, delay_wgrad_compute=True, **IN_BUCKETS)
-        last = layer.experts.linear_fc2.weight0
-
-        def between():
-            before = last.main_grad.clone()
-            layer.backward_dw()
-            assert not torch.equal(last.main_grad, before), "written by backward_dw"
-
-        got = iterations(ddp, rank, between)
-    assert_agree(got, wanted)
-
-
-class BesideDispatch(torch.autograd.Function):
-    """What a MoELayer of 0.18 and newer does before its dispatch, with overlap_dispatch_backward_with_experts_wgrad."""
-
-    @staticmethod
-    def forward(ctx, layer, x):
-        ctx.layer = layer
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.layer.backward_dw()
-        return None, grad
-
-
-@MODES
-@on_ranks()
-def test_gradients_of_weights_beside_the_backward_of_dispatch(rank, mode):
-    """Experts that run the dispatch themselves write them at once: its backward runs under their GEMMs."""
-    config = make_config(**GROUPED)
-    wanted = iterations(ddp_of(make_grouped_layer(config), config, **IN_BUCKETS), rank)
-    with switched_on(mode):
-        config.overlap_dispatch_backward_with_experts_wgrad = config.gradient_accumulation_fusion = True
-        layer = make_grouped_layer(config)
-        send, backward_dw, last, delays = layer.dispatch, layer.backward_dw, layer.experts.linear_fc2.weight0, []
-
-        def look(*given, **options):
-            before = last.main_grad.clone()
-            backward_dw(*given, **options)
-            delays.append(not torch.equal(last.main_grad, before))
-
-        layer.backward_dw = look
-        if not hasattr(layer, "setup_delayed_wgrad_for_dispatch_backward_overlap"):
-            layer.dispatch = lambda x, probs: send(BesideDispatch.apply(layer, x), probs)
-        got = iterations(ddp_of(layer, config, **IN_BUCKETS), rank)
-        assert delays == [mode == GROUPED_GEMMS] * 4
-    assert_agree(got, wanted)
-
-
-@on_ranks()
-def test_settings_of_newer_versions(rank: int):
-    beside = "overlap_dispatch_backward_with_experts_wgrad"
-    for kind, settings, reason in [
-        ("TEGroupedMLP", {"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor is True"),
-        ("TEGroupedMLP", {"expert_gtp_weight_remat_size": 2}, "expert_gtp_weight_remat_size is 2"),
-        ("TEGroupedMLP", {beside: True}, None),
-        ("TEGroupedMLP", {beside: True, "cuda_graph_impl": "full_iteration"}, None),
-        ("TEGroupedMLP", {beside: True, "cuda_graph_impl": "local"}, f"{beside} with CUDA graphs of layers"),
-        ("SequentialMLP", {beside: True}, f"{beside} with SequentialMLP"),
-    ]:
-        config = make_config(**GROUPED)
-        for name, value in settings.items():
-            setattr(config, name, value)
-        assert eligibility._why_not_settings(config, kind) == reason
-
-
-@MODES
-@on_ranks()
-def test_delayed_gradients_of_several_microbatches_come_oldest_first(rank, mode):
-    """As in 1F1B; without a DistributedDataParallel they are in .grad."""
-    config = make_config(**GROUPED)
-    xs = [tokens_of(rank, number) for number in range(3)]
-    layer = make_grouped_layer(config)
-    oldest = outcome(layer, xs[0])["experts.linear_fc1.weight0"]
-    for x in xs[1:]:
-        step(layer, x.clone())
-    wanted = grads_of(layer)
-    with switched_on(mode):
-        config.delay_wgrad_compute = True
-        layer = make_grouped_layer(config)
-        for x in xs[:2]:
-            step(layer, x.clone())
-        assert layer.experts.linear_fc1.weight0.grad is None
-        layer.backward_dw()
-        torch.testing.assert_close(layer.experts.linear_fc1.weight0.grad, oldest)
-        step(layer, xs[2].clone())
-        for _ in range(3):  # at the last one nothing waits any more
-            layer.backward_dw()
-        assert_agree(grads_of(layer), wanted)
-
-
-def main_grads(layer, *xs) -> dict[str, torch.Tensor]:
-    """What these microbatches add to main_grad, which a script has made by itself."""
-    for weight in layer.experts.parameters():
-        weight.main_grad = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
-    for x in xs:
-        step(layer, x)
-    found = {name: weight.main_grad - 1 for name, weight in layer.experts.named_parameters()}
-    if layer.config.gradient_accumulation_fusion:
-        assert all(weight.grad is None for weight in layer.experts.parameters())
-        return found
-    return {name: found[name] + grad for name, grad in grads_of(layer.experts).items()}
-
-
-@MODES
-@on_ranks()
-def test_main_grad_without_a_wrapper(rank, mode):
-    wanted = main_grads(make_grouped_layer(make_config(**GROUPED)), tokens_of(rank), tokens_of(rank, 1))
-    with switched_on(mode):
-        layer = make_grouped_layer(make_config(**GROUPED))
-        layer.config.gradient_accumulation_fusion = True
-        got = main_grads(layer, tokens_of(rank), tokens_of(rank, 1))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-
-
-@on_ranks()
-def test_weights_are_gathered_before_they_are_used(rank: int):
-    """Another program's pre-hook brings weights: the layer runs Megatron's way, which calls it."""
-    config = make_config(**GROUPED)
-    with switched_on():
-        for make in (make_grouped_layer, make_layer):
-            layer = make(config)
-            wanted = step(layer, tokens_of(rank))
-            for module in layer.experts.modules():
-                kept = {p: p.data.clone() for p in module.parameters(recurse=False)}
-
-                def bring(module, *unused, kept=kept):
-                    for parameter, value in kept.items():
-                        parameter.data.copy_(value)
-
-                module.register_forward_pre_hook(bring)
-                for parameter in kept:
-                    parameter.data.fill_(float("nan"))
-            assert_agree(step(layer, tokens_of(rank)), wanted)
-
-
 @MODES
 @on_ranks()
 def test_frozen_experts_get_no_gradients(rank, mode):
@@ -576,96 +331,6 @@ def test_nodes_of_the_overlap_schedule(rank: int, dispatcher: str, order: str):
     assert rank > 0 or counts and all(grouped == layers for grouped, layers in counts), printed.getvalue()
 
 
-# ---- layers that keep Megatron's way --------------------------------------------------------------------------------
-
-
-class Wrapped(TEColumnParallelGroupedLinear):
-    pass
-
-
-FC1 = "experts.linear_fc1"
-
-
-def promote_one(layer):
-    for weight in layer.experts.parameters():
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.bfloat16)
-    weight.main_grad = weight.main_grad.float()
-
-
-def strange_wrapper(layer):
-    layer.config.gradient_accumulation_fusion = True
-    for weight in layer.experts.parameters():
-        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-
-
-def hook(module):
-    module.register_forward_hook(lambda *given: None)
-
-
-def derive(layer):
-    layer.experts.__class__ = type("InferenceGroupedMLP", (type(layer.experts),), {})
-
-
-def clamp_fused(layer):
-    layer.config.activation_func_clamp_value, layer.config.bias_activation_fusion = 7.0, True
-
-
-def setting(name, value, owner="config"):
-    return lambda layer: setattr(operator.attrgetter(owner)(layer), name, value)
-
-
-REASONS = [
-    (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
-    (setting("fp8", "e4m3"), "fp8 is e4m3 with the recipe delayed, not e4m3 with blockwise"),
-    (clamp_fused, "this Megatron's fused SwiGLU clamps nothing"),
-    (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
-    (setting("use_te_activation_func", True), "use_te_activation_func is True"),
-    (lambda layer: with_graphs(layer.config, "local", "moe"), "CUDA graphs contain the experts"),
-    (derive, "its experts are InferenceGroupedMLP"),
-    (setting("__class__", Wrapped, FC1), "its linear layers are Wrapped"),
-    (setting("lora", torch.nn.Parameter(torch.zeros(1)), FC1), "TEColumnParallelGroupedLinear has other parameters"),
-    (setting("te_quant_params", object(), FC1), "TEColumnParallelGroupedLinear has a quantisation of its own"),
-    (lambda layer: hook(layer.experts.linear_fc2), "TERowParallelGroupedLinear has hooks (forward_hooks)"),
-    (setting("__fsdp_param__", True, f"{FC1}.weight0"), "Megatron's FSDP holds its weights"),
-    (lambda layer: layer.experts.linear_fc2.double(), "its weights have different dtypes or devices"),
-    (promote_one, "its main_grads have different dtypes"),
-    (strange_wrapper, "its gradients are not those of Megatron's DistributedDataParallel"),
-]
-
-
-FUSED_SWIGLU = "megatron.core.fusions.fused_bias_swiglu.weighted_bias_swiglu_impl"
-
-
-@on_ranks()
-def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int, monkeypatch):
-    monkeypatch.setattr(FUSED_SWIGLU, lambda x, bias, weights: None)
-    with switched_on() as printed:
-        layers = [make_grouped_layer(make_config("alltoall", **GROUPED), n) for n in range(1, len(REASONS) + 1)]
-        for layer, (change, _) in zip(layers, REASONS):
-            change(layer)
-        layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (16, 17)]
-        layers += [make_layer(make_config("alltoall"), number) for number in (18, 19)]
-        layers[17].config.fine_grained_activation_offloading, layers[17].config.offload_modules = True, ["moe_act"]
-        assert [experts.is_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
-        line = said(printed)
-    head, _, others = line.partition(". Megatron's own way: ")
-    assert rank > 0 or head.startswith("ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs (")
-    reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(REASONS, 1)]
-    reasons += ["layer 16, 17: activation_func is tanh", "layer 18: offload_modules has moe_act"]
-    for found, wanted in zip(others.split("; "), reasons, strict=True) if rank == 0 else ():
-        assert found.startswith(wanted), (found, wanted)
-
-
-@on_ranks()
-def test_clamped_swiglu_runs_where_megatrons_fused_one_clamps_too(rank: int, monkeypatch):
-    """In 0.20; in 0.16 the fused one ignores the limit."""
-    monkeypatch.setattr(FUSED_SWIGLU, lambda x, bias, weights, clamp_value=None: None)
-    with switched_on():
-        layer = make_grouped_layer(make_config(**GROUPED))
-        clamp_fused(layer)
-        assert experts.is_grouped(layer.experts)
-
-
 @on_ranks()
 def test_a_layer_that_is_refused_runs_megatrons_way(rank: int):
     settings = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)
@@ -675,28 +340,3 @@ def test_a_layer_that_is_refused_runs_megatrons_way(rank: int):
     with switched_on() as printed:
         assert_same_bits(run_layer(rank, case, OURS), wanted)
     assert said(printed).endswith("Megatron's own way: layer 1: activation_func is relu" * (rank == 0))
-
-
-@on_ranks()
-def test_a_layer_goes_on_without_the_registration_and_an_unknown_megatron_is_refused(rank: int, monkeypatch):
-    """The switch counts when a layer is built. Where Megatron is another, it is refused."""
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    for wanted in ("auto", "grouped"):
-        with switched_on(), environment(experts=wanted):
-            layer = make_layer(make_config())
-            grads = step(layer, tokens_of(rank))
-        unregister()
-        assert_agree(step(layer, tokens_of(rank)), grads)  # a layer that was built goes on, Megatron's way
-        register()
-    unregister()
-    monkeypatch.setattr(SequentialMLP, "forward", lambda self, *given: None)
-    monkeypatch.delattr(DistributedDataParallel, "_make_backward_post_hook")
-    register(experts="auto")
-    text = error_of(lambda: make_layer(make_config()), plugin.UnknownMegatronError)
-    assert "SequentialMLP.forward takes ['self', 'given']" in text and "_make_backward_post_hook" in text
-    config = make_config()
-    config.ep_dispatcher_experts = "megatron"
-    make_layer(config)
-    unregister()

@@ -21,6 +21,7 @@ from megatron_layer import (
     tokens_of,
     with_graphs,
 )
+from test_megatron_eligibility import hook
 from test_megatron_experts import (
     EP2,
     EP4,
@@ -31,12 +32,11 @@ from test_megatron_experts import (
     MOE_ACT,
     TWO_PARTS,
     family,
-    hook,
-    main_grads,
     make_grouped_layer,
     said,
     switched_on,
 )
+from test_megatron_main_grad import main_grads
 from test_megatron_recompute import Microbatch
 
 import ep_dispatcher as ep

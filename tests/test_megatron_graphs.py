@@ -26,17 +26,8 @@ from megatron_layer import (
     tokens_of,
     with_graphs,
 )
-from test_megatron_experts import (
-    GROUPED,
-    GROUPED_GEMMS,
-    OVERLAP,
-    TWO_PARTS,
-    ddp_of,
-    iterations,
-    main_grads,
-    make_grouped_layer,
-    switched_on,
-)
+from test_megatron_experts import GROUPED, GROUPED_GEMMS, OVERLAP, TWO_PARTS, make_grouped_layer, switched_on
+from test_megatron_main_grad import ddp_of, iterations, main_grads
 
 from ep_dispatcher import te_version
 from ep_dispatcher.integrations.megatron import buffers, graphs, limits, overflow

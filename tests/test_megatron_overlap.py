@@ -1,7 +1,7 @@
 """Experts that run dispatch and combine in two parts of the tokens (--ep-dispatcher-overlap).
 
 On a CPU the parts take their steps in turn: what is tested there is the way of the tokens through Megatron's six steps.
-test_megatron_experts.py runs its layers and gradients so too.
+test_megatron_experts.py and test_megatron_main_grad.py run their layers so too.
 """
 
 import contextlib
@@ -28,19 +28,17 @@ from megatron_layer import (
 )
 from test_megatron_experts import (
     EP2,
-    GLOO_TAKES_LISTS,
     GROUPED,
     GROUPED_GEMMS,
     MOE_ACT,
     OVERLAP,
-    ddp_of,
-    iterations,
     make_grouped_layer,
     note_parts,
     said,
     switched_on,
     two_parts,
 )
+from test_megatron_main_grad import GLOO_TAKES_LISTS, ddp_of, iterations
 from test_megatron_recompute import MOE, Microbatch
 from test_megatron_schedule import OVERLAPPED, run_nodes
 from torch.utils.flop_counter import FlopCounterMode
