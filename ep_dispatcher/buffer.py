@@ -421,7 +421,7 @@ class Buffer:
         inter_node_bytes_sent       rows, scales, weights and sums sent to that rank, on another node
         inter_node_list_bytes_sent  counts and lists sent to it
         intra_node_bytes_read       rows, scales and weights read from the memory of that rank, on this node; own too
-        intra_node_bytes_written    the same, written to its memory
+        intra_node_bytes_written    sums and weights written to its memory; own too
 
         With the CUDA engine the host waits for the device.
         """
