@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OPERATIONS = ("dispatch", "dispatch FP8", "dispatch, quantize", "combine")
-# The warps of each role: Movers and Helpers of csrc/cuda/dispatch/dispatch.cuh, Pipeline::role.
+# The warps of each role: PullWarps (movers) and StageWarps (helpers) of dispatch.cuh, and Pipeline::role.
 ROLES = {
     "dispatch": {"movers": range(0, 8), "helpers": range(8, 16)},
     "combine": {"preparing warp": range(2, 3), "issuing warps": range(0, 2), "summing warps": range(3, 15)},

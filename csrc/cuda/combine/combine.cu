@@ -72,9 +72,8 @@ __device__ void agree_first(const Op& op, const CombineParams& params, const Com
 
 // [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree.
 // If the block makes sums for other nodes too, it makes the early ones between its pushes. The second of two launches
-// makes only the sums of own tokens. Called in the preparing warp. Whatever the
-// verdict, stop the other warps of the pipeline at the end. Return kAborted after an abort of this rank, else the
-// verdict of `agree`.
+// makes only the sums of own tokens. Called in the preparing warp. Whatever the verdict, stop the other warps of the
+// pipeline at the end. Return kAborted after an abort of this rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   // Take the first items. This reads nothing of peers.
