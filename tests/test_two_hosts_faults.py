@@ -33,7 +33,7 @@ from two_hosts import Hosts, HostsPool
 
 import ep_dispatcher as ep
 
-LATER_S = 10.0  # how much later than the limit an error may come: 5 s, and what a loaded machine adds
+LATER_S = 5.0  # how much later than the limit an error may come
 NODES = ((0, 1), (2, 3))
 
 
@@ -155,8 +155,9 @@ def suspend_a_host(hosts: Hosts, seconds: float) -> None:
 @pytest.mark.parametrize("fault", [pull_the_cable, suspend_a_host])
 @pytest.mark.parametrize("makes_buffers", [False, True])
 def test_a_host_is_away_and_comes_back(make_hosts, fault, makes_buffers):
-    all_notice_s = most_s = LIMIT_S + LATER_S
+    all_notice_s = LIMIT_S + 2 * LATER_S
     seen = run_with(make_hosts(2), lambda hosts, pool: fault(hosts, all_notice_s), endure, None, makes_buffers)
+    most_s = LIMIT_S + LATER_S
     if makes_buffers:  # a buffer and its first operations have several waits
         most_s *= 3
     else:  # else one may be a buffer ahead, and then waits for the other too
@@ -165,7 +166,7 @@ def test_a_host_is_away_and_comes_back(make_hosts, fault, makes_buffers):
         assert seen[rank].late_ranks & {2, 3} and seen[rank].seconds < most_s, seen
     if fault is pull_the_cable:  # they reach nobody, not even the store
         for rank in NODES[1]:
-            assert "did not answer" in seen[rank].text and seen[rank].seconds < most_s, seen
+            assert "did not answer" in seen[rank].text and seen[rank].seconds < most_s + 1.5, seen
 
 
 def stay_right(rank: int) -> float:
