@@ -129,7 +129,7 @@ def moe_mlp(
 def _check_quantize(
     quantize: str | None, is_eager: bool, dtype: torch.dtype, device: str, hidden: int, intermediate: int
 ) -> None:
-    checks.one_of("quantize", quantize, checks.QUANTIZE[:-1])  # no GEMM here takes mxfp8
+    checks.one_of("quantize", quantize, checks.BLOCKS_OF_128)
     if quantize is None:
         return
     if not is_eager:
