@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from report import END, replace_part
+
 from ep_dispatcher.tools.benchmark import harness
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- begin: python benchmarks/libraries.py -->", "<!-- end -->"
+BEGIN = "<!-- begin: python benchmarks/libraries.py -->"
 ENGINE = "this engine"
 # Their order and colours are those of the chart.
 COLOURS = {ENGINE: "#1f77b4", "DeepEP": "#2ca02c", "HybridEP": "#7a0177", "NCCL EP": "#d95f02", "alltoall": "#999999"}
@@ -85,20 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "libraries.json")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the page has other figures")
     args = parser.parse_args(argv)
-    result, text = json.loads(args.results.read_text()), args.page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    if not begin or END not in rest:
-        parser.error(f"--page: given {args.page} without the lines {BEGIN} and {END}, allowed: with both")
-    made = before + table_of(result) + rest.partition(END)[2]
-    if args.check:
-        if made != text:
-            print(
-                f"{args.page}: its figures are not those of {args.results}: python benchmarks/libraries.py writes them"
-            )
-        return int(made != text)
-    args.page.write_text(made)
-    draw(result, args.results.with_suffix(".png"))
-    return 0
+    result = json.loads(args.results.read_text())
+    failed = replace_part(args.page, table_of(result), args.results, args.check)
+    if not failed and not args.check:
+        draw(result, args.results.with_suffix(".png"))
+    return failed
 
 
 if __name__ == "__main__":

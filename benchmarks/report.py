@@ -111,27 +111,36 @@ def case_key(run: dict) -> tuple:
 
 
 def write(page: Path, folder: Path, check: bool) -> int:
-    """Rewrite the part between the two marks, and draw its charts. Return 1 if there are no marks, else 0.
-
-    With ``check`` change nothing, and return 1 if the part is another one.
-    """
-    text = page.read_text() if page.exists() else ""
-    if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
-        print(f"{page}: given without the lines {BEGIN} and {END}, allowed: with each of them once")
-        return 1
+    """Rewrite the part between the two marks, and draw its charts; see ``replace_part``."""
     groups = load(folder)
-    before, _, rest = text.partition(BEGIN)
-    made = before + part(groups, page.parent) + rest.partition(END)[2]
-    if check:
-        if made != text:
-            print(f"{page}: its figures are not those of {folder}: python benchmarks/report.py writes them")
-        return int(made != text)
-    page.write_text(made)
+    failed = replace_part(page, part(groups, page.parent), folder, check)
+    if failed or check:
+        return failed
     print(f"{page}: the part between the marks, from {sum(len(group.runs) for group in groups)} files in {folder}")
     for group in groups:
         engine, torch = group.case.engine, group.machine["torch"]
         title = f"{group.title}: engine {engine}, PyTorch {torch}, {group.machine['date'][:10]}"
         charts.draw(group.runs, title, COLOURS, group.unit, group.chart)
+    return 0
+
+
+def replace_part(page: Path, made: str, source: Path, check: bool) -> int:
+    """Replace what is between two marks by ``made``, which has them. Return 1 if the page has no such marks, else 0.
+
+    With ``check`` change nothing, and return 1 if the part is another one.
+    """
+    text, (begin, *_) = page.read_text() if page.exists() else "", made.splitlines()
+    before, _, rest = text.partition(begin)
+    if text.count(begin) != 1 or END not in rest:
+        print(f"{page}: given without the lines {begin} and {END}, allowed: with each of them once")
+        return 1
+    changed = before + made + rest.partition(END)[2]
+    if not check:
+        page.write_text(changed)
+    elif changed != text:
+        command = begin.removeprefix("<!-- begin: ").removesuffix(" -->")
+        print(f"{page}: its figures are not those of {source}: {command} writes them")
+        return 1
     return 0
 
 

@@ -48,8 +48,7 @@ def main() -> int:
         for text in args.rates:
             load = os.getloadavg()[0]
             set_rate(hosts, text)
-            result: dict = {"case": report["case"], "notes": []}
-            result |= {name: {} for name in ("operations", "seconds", "compared", "passes")}
+            result = suite.new_result(case)
             found = pool.run(measure_engine, case)[0]
             del found["usable"]
             suite.merge(result, found)

@@ -58,8 +58,7 @@ def run(
     try:
         for case in cases:
             path = folder / f"{case.name}.json"
-            result: dict[str, Any] = {"machine": machine, "case": asdict(case), "notes": []}
-            result |= {name: {} for name in ("operations", "seconds", "compared", "passes")}
+            result = {"machine": machine} | new_result(case)
             for part, *arguments in parts_of(case):
                 if pool is None or pool.closed:
                     pool = start(case)
@@ -83,6 +82,10 @@ def run(
         if pool is not None:
             pool.close()
     return int(bad)
+
+
+def new_result(case: Case) -> dict[str, Any]:
+    return {"case": asdict(case), "notes": [], "operations": {}, "seconds": {}, "compared": {}, "passes": {}}
 
 
 def merge(result: dict, found: dict) -> None:
