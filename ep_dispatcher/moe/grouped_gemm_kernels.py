@@ -118,11 +118,14 @@ def multiply(
         return
     if weight_scales is None:
         tile, usual = SMALL_TILE, TRANSPOSED_TILE if transposed else TILE
-        weights_scaled: tuple[Any, ...] = (None, None, None)
+        weights_scaled: tuple[Any, ...] = (None, None, None, None)
     else:
         tile, usual = SMALL_FLOAT8_TILE, FLOAT8_TILE
-        any_scales = weight_scales if isinstance(weight_scales, Tensor) else weight_scales[0]
-        weights_scaled = any_scales, placed(weight_scales, rows.device)[0], any_scales.stride(-2)
+        if isinstance(weight_scales, Tensor):
+            weights_scaled = weight_scales, None, *weight_scales.stride()[:2]
+        else:
+            addresses, one = placed(weight_scales, rows.device)[0], weight_scales[0]
+            weights_scaled = one, addresses, None, one.stride(0)
     if num_rows > FEW_ROWS * experts:
         tile = usual
     descriptor, shifts, first, step = described(weights, [tile.n, tile.k] if transposed else [tile.k, tile.n])
@@ -177,7 +180,7 @@ def place_tile(number, m_tiles, n_tiles, DOWN: tl.constexpr):
     return first + number % in_column, number // in_column
 
 
-@triton.jit(do_not_specialize=["num_rows", "first", "step", "weight_scale_stride"])
+@triton.jit(do_not_specialize=["num_rows", "first", "step", "weight_scale_step", "weight_scale_stride"])
 def _multiply(
     rows,
     weights,
@@ -189,6 +192,7 @@ def _multiply(
     scales,
     weight_scales,
     scale_addresses,
+    weight_scale_step,
     weight_scale_stride,
     num_rows,
     columns,
@@ -214,7 +218,11 @@ def _multiply(
         tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step has one scale of a weight")
         row_m = row + tl.arange(0, BLOCK_M)
         inside_m = row_m < end
-        weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype) + column // BLOCK * weight_scale_stride
+        if scale_addresses is None:  # one tensor of all experts
+            weight_scale = weight_scales + expert * weight_scale_step
+        else:
+            weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype)
+        weight_scale += column // BLOCK * weight_scale_stride
         row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, length, BLOCK_K):
