@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron_layer import make_config, make_layer, on_gpu, on_ranks, tokens_of
 
-from ep_dispatcher.integrations.megatron import buffers, margins, register, unregister
+from ep_dispatcher.integrations.megatron import buffers, limits, margins, register, unregister
 
 TE = margins.TE_VARIABLE
 ON, OFF = types.SimpleNamespace(ep_dispatcher_gemm_sm_margin=True), types.SimpleNamespace()
@@ -132,7 +132,7 @@ def test_the_multiprocessors_are_those_of_buffers_on_gpus(rank: int):
     assert buffers.most_sms() == 0
     make_layer(make_config())(tokens_of(rank))
     (buffer,) = buffers.all_buffers()
-    assert buffers.most_sms() == (24 if buffer.engine == "cuda" else 0)
+    assert buffers.most_sms() == (limits.ALONE_SMS if buffer.engine == "cuda" else 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer.live_engine(), "used_sms", 29)
         assert buffers.most_sms() == 29
