@@ -113,8 +113,6 @@ def check_sizes(rank: int, case: Case, num_tokens: list[int]) -> None:
         few if num_tokens[r] - few > num_tokens[r] // 16 else num_tokens[r]  # a few tokens are not left out
         for r, few in ((r, sum(test_nodes.least_rows(case, given.topk_idx[r], r))) for r in (rank, peer))
     )
-    if case.ranks_per_node > 1:
-        sent = received = most  # these nodes have no exact messages
     row_bytes, num_rows = case.hidden * 2, test_nodes.NUM_ROWS
     with grid.make_buffer(case, "cuda", most) as buffer:
 

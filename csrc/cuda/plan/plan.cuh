@@ -326,10 +326,8 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
   if (threadIdx.x < 32) {
     const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
-    // After a difference nothing more is sent for this plan. Nodes of several ranks have no exact messages yet: theirs
-    // have not run on GPUs.
-    const bool all_know = has_messages(context) &&
-                          (verdict != Verdict::kAgree || (op.ranks_per_node() == 1 && all_hosts_wait(op, scratch)));
+    // After a difference nothing more is sent for this plan.
+    const bool all_know = has_messages(context) && (verdict != Verdict::kAgree || all_hosts_wait(op, scratch));
     if (threadIdx.x == 0) usable = fits, known = all_know;
   }
   PullWarps::sync();
