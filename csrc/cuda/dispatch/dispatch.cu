@@ -81,7 +81,8 @@ __device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* sh
 
 // [team] Stage this rank's rows and metadata, then deliver received metadata and clear rows without a token. Called by
 // the stage warps of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written:
-// zeros if the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging.
+// zeros if the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging, kMayQuantize as in stage.
+template <bool kMayQuantize>
 __device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
   if (params.stages) {
@@ -91,7 +92,7 @@ __device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* s
       return Verdict::kAborted;
     }
     stamp(op, Step::kFree);
-    stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
+    stage<kMayQuantize>(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
     stamp(op, Step::kStaged);
   }
   // Wait for the items. Without a usable plan, clear the output.
@@ -134,6 +135,7 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
 }
 
 // Launched by Engine::dispatch: all blocks are resident at the same time. The rail blocks come last.
+template <bool kMayQuantize>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!__syncthreads_or(aborted))
     verdict = op.is_rail()              ? run_rail(op, params, shared, is_free)
               : PullWarps::has_thread() ? run_pull(op, params, shared, is_free)
-                                        : run_stage(op, params, shared, is_free);
+                                        : run_stage<kMayQuantize>(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. An aborted block
   // does not count itself in: then no block is the last one.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
@@ -260,7 +262,9 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   params.counters_at = static_cast<uint32_t>(shared);
   const Context context{context_of(args.wait_ns, !stages)};
-  launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
+  // Few tokens wait for code. So with direct plans rows that are not quantised have a kernel without that of quantising.
+  const auto kernel = args.quantizes ? dispatch_kernel<true> : dispatch_kernel<!kDirect>;
+  launch(kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
 }
 
 }  // namespace ep::cuda

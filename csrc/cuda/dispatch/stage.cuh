@@ -271,17 +271,19 @@ __device__ void stage_quantized(const Op& op, const DispatchParams& params, Shar
 
 // [team] Stage rows and metadata of this block's tokens, chunk by chunk. Called by the stage warps of each block, after
 // wait_for_free_staging. `counters`: [max_token_chunks] in shared memory. Wait for nothing. A chunk's `staged` rises
-// once the stage warps of all blocks have finished the chunk. No barrier at the end.
-__device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
+// once the stage warps of all blocks have finished the chunk. No barrier at the end. Only with kMayQuantize are there
+// launches that quantise.
+template <bool kMayQuantize>
+__device__ void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
   // Clear the counters of this block.
   for (int i = StageWarps::thread(); i < op.context.max_token_chunks; i += StageWarps::kThreads) counters[i] = 0;
   StageWarps::sync();
   // Stage.
   const Share share(op, params);
   const StagedChunks chunks(op, counters, params.args.num_tokens);
-  if (params.args.quantizes && params.args.scale_size == 1)
+  if (kMayQuantize && params.args.quantizes && params.args.scale_size == 1)
     stage_quantized<true>(op, params, share, chunks);
-  else if (params.args.quantizes)
+  else if (kMayQuantize && params.args.quantizes)
     stage_quantized<false>(op, params, share, chunks);
   else
     stage_copies(op, params, share, chunks);
