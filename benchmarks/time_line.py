@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 OPERATIONS = ("dispatch", "dispatch FP8", "dispatch, quantize", "combine")
 # The warps of each role: PullWarps (movers) and StageWarps (helpers) of dispatch.cuh, and Pipeline::role.
 ROLES = {
-    "dispatch": {"movers": range(0, 8), "helpers": range(8, 16)},
+    "dispatch": {"movers": range(0, 8), "helpers": range(8, 20)},
     "combine": {"preparing warp": range(2, 3), "issuing warps": range(0, 2), "summing warps": range(3, 15)},
 }
 ENDING = ("last block", "complete")  # steps of one block

@@ -24,7 +24,7 @@ BEGIN = 1_700_000_000_000_000_000  # of a clock in ns
 
 def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -> torch.Tensor:
     """The stamps of one operation in one launch, from microseconds by block and warp."""
-    stamps = torch.zeros(2, blocks, 16, len(STEPS), dtype=torch.int64)
+    stamps = torch.zeros(2, blocks, 20, len(STEPS), dtype=torch.int64)
     for (block, warp), times in by_warp.items():
         for name, us in times.items():
             stamps[0, block, warp, STEPS.index(name)] = BEGIN + round(us * 1000)
@@ -140,7 +140,7 @@ def test_the_module_names_the_steps():
     from ep_dispatcher import _C_cuda
 
     assert _C_cuda.steps == STEPS and len(set(STEPS)) == len(STEPS) > 20
-    assert (_C_cuda.stamped_launches, _C_cuda.stamped_operations, _C_cuda.stamped_warps) == (2, 8, 16)
+    assert (_C_cuda.stamped_launches, _C_cuda.stamped_operations, _C_cuda.stamped_warps) == (2, 8, 20)
 
 
 @needs_module
@@ -151,7 +151,7 @@ def test_stamps_are_read_once(monkeypatch):
     with pytest.raises(RuntimeError, match="EP_DISPATCHER_STAMPS=1"):
         CudaEngine.stamps(SimpleNamespace(_compiled=SimpleNamespace(has_stamps=False)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    sizes = dict(stamped_launches=2, stamped_operations=8, stamped_warps=16)
+    sizes = dict(stamped_launches=2, stamped_operations=8, stamped_warps=20)
     compiled = SimpleNamespace(has_stamps=True, steps=STEPS, **sizes)
     given = []
     engine = SimpleNamespace(_compiled=compiled, _stamps=None, all_sms=3, _device="cpu")
@@ -159,7 +159,7 @@ def test_stamps_are_read_once(monkeypatch):
     assert not CudaEngine.stamps(engine).any() and given == [(engine._stamps.data_ptr(), 3)]
     engine._stamps[1, 3, 1, 15, 26] = 7
     found = CudaEngine.stamps(engine)
-    assert found.shape == (2, 8, 3, 16, len(STEPS)) and found.nonzero().tolist() == [[1, 3, 1, 15, 26]]
+    assert found.shape == (2, 8, 3, 20, len(STEPS)) and found.nonzero().tolist() == [[1, 3, 1, 15, 26]]
     assert not CudaEngine.stamps(engine).any() and len(given) == 1
 
 

@@ -35,7 +35,7 @@ static_assert(sizeof(kStepNames) == kNumSteps * sizeof(kStepNames[0]));
 
 constexpr int kStampedLaunches = 2;    // of an operation: stamps of the second one do not overwrite those of the first
 constexpr int kStampedOperations = 8;  // the last ones; an older one is overwritten
-constexpr int kStampedWarps = 16;      // of a block
+constexpr int kStampedWarps = 20;      // of a block
 
 #ifdef __CUDACC__
 // [thread] Keep the time as the end of this warp's step, in lane 0. A later stamp of the same step overwrites it.

@@ -262,7 +262,8 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   params.counters_at = static_cast<uint32_t>(shared);
   const Context context{context_of(args.wait_ns, !stages)};
-  // Few tokens wait for code. So with direct plans rows that are not quantised have a kernel without that of quantising.
+  // Few tokens wait for code. So with direct plans rows that are not quantised have a kernel without that of
+  // quantising.
   const auto kernel = args.quantizes ? dispatch_kernel<true> : dispatch_kernel<!kDirect>;
   launch(kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
 }

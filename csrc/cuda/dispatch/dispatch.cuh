@@ -9,14 +9,14 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// Half of a block's warps are pull warps: they plan, then pull rows to their final rows in the output. Meanwhile the
-// other half, the stage warps, stage this rank's rows and metadata, deliver the metadata of received rows, and clear
-// rows without a token.
-constexpr int kBlockWarps = 16;
-constexpr int kBlockThreads = 32 * kBlockWarps;
+// Eight of a block's warps are pull warps: they plan, then pull rows to their final rows in the output. Meanwhile the
+// others, the stage warps, stage this rank's rows and metadata, deliver the metadata of received rows, and clear rows
+// without a token. Few tokens wait for the quantising of their rows, which more warps end sooner.
+constexpr int kPullThreads = 256, kStageThreads = kDirect ? 384 : 256;
+constexpr int kBlockThreads = kPullThreads + kStageThreads, kBlockWarps = kBlockThreads / 32;
 using Block = Team<0, 0, kBlockThreads>;
-using PullWarps = Team<1, 0, kBlockThreads / 2>;
-using StageWarps = Team<2, kBlockThreads / 2, kBlockThreads / 2>;
+using PullWarps = Team<1, 0, kPullThreads>;
+using StageWarps = Team<2, kPullThreads, kStageThreads>;
 
 // Pieces of a row, and a pull warp's ring for them in shared memory. Each place of the ring holds one piece. The last
 // piece of a row takes the row's scales along, if they can be copied in bulk.
