@@ -103,7 +103,8 @@ def test_roles_are_those_of_the_kernels():
     dispatch, pipeline = (
         (ROOT / f"csrc/cuda/{name}.cuh").read_text() for name in ("dispatch/dispatch", "combine/pipeline")
     )
-    assert int(re.search(r"kBlockWarps = (\d+)", dispatch)[1]) == 2 * len(script.ROLES["dispatch"]["movers"])
+    threads = re.search(r"kPullThreads = (\d+), kStageThreads = kDirect \? (\d+)", dispatch).groups()
+    assert [int(number) // 32 for number in threads] == [len(warps) for warps in script.ROLES["dispatch"].values()]
     numbers = [int(re.search(rf"k{name}Warps = (\d+)", pipeline)[1]) for name in ("Issuing", "Summing")]
     roles = script.ROLES["combine"]
     assert numbers == [len(roles["issuing warps"]), len(roles["summing warps"])]
