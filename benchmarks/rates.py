@@ -47,11 +47,11 @@ def _fill(title: str, sides: dict[str, dict[str, float]], figure: Figure) -> Non
         axes.plot(range(len(rates)), [of_rate[text] for text in rates], "o-", label=side)
         for n, text in enumerate(rates):
             ratio = "" if of_rate is ours else f" ({of_rate[text] / ours[text]:.1f}x)"
-            axes.annotate(f"{of_rate[text]:.3g}{ratio}", (n, of_rate[text]), (0, 6), textcoords="offset points", size=7)
+            axes.annotate(f"{of_rate[text]:.0f}{ratio}", (n, of_rate[text]), (0, 6), textcoords="offset points", size=7)
     axes.set_xticks(range(len(rates)), ["no limit" if r == NO_LIMIT else r.replace("gbit", " Gb/s") for r in rates])
     axes.set_yscale("log")
     axes.set_ylabel("milliseconds (less is better)")
-    axes.margins(x=0.12, y=0.12)
+    axes.margins(x=0.2, y=0.12)
     axes.set_title(title)
     axes.legend()
 
