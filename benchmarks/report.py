@@ -95,7 +95,7 @@ def load(folder: Path) -> list[Group]:
     groups = []
     for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
         runs = [json.loads(path.read_text()) for path in sorted(place.glob("*.json"))]
-        runs = sorted((run for run in runs if "operations" in run), key=lambda run: (machine_key(run), case_key(run)))
+        runs = sorted((run for run in runs if "case" in run), key=lambda run: (machine_key(run), case_key(run)))
         groups += [Group(place, list(group)) for _, group in groupby(runs, key=machine_key)]
     return groups
 

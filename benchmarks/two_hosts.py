@@ -42,7 +42,7 @@ def main() -> int:
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "iters")}
     case = replace(STANDARD[args.engine], ranks=2, ranks_per_node=1, operations=(OPERATION,), **sizes)
     report: dict = {"title": f"{OPERATION} between two hosts", "median_ms": {}}
-    report |= {"case": asdict(case), "machine": describe_machine(), "rates": {}}
+    report |= {"shape": asdict(case), "machine": describe_machine(), "rates": {}}
     right, options = True, dict(timeout_s=args.timeout, backend=suite.BACKENDS[args.engine])
     with Hosts(2) as hosts, HostsPool(hosts, 1, **options) as pool:
         for text in args.rates:
