@@ -14,6 +14,7 @@ namespace ep::cuda::EP_KERNELS {
 // without a token. Few tokens wait for the quantising of their rows, which more warps end sooner.
 constexpr int kPullThreads = 256, kStageThreads = kDirect ? 384 : 256;
 constexpr int kBlockThreads = kPullThreads + kStageThreads, kBlockWarps = kBlockThreads / 32;
+static_assert(kBlockWarps <= kStampedWarps);
 using Block = Team<0, 0, kBlockThreads>;
 using PullWarps = Team<1, 0, kPullThreads>;
 using StageWarps = Team<2, kPullThreads, kStageThreads>;
