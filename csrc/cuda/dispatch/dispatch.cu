@@ -3,7 +3,7 @@
 #include "cuda/device/launch.h"
 #include "cuda/dispatch/deliver.cuh"
 #include "cuda/dispatch/dispatch.cuh"
-#include "cuda/dispatch/pull.cuh"
+#include "cuda/dispatch/place.cuh"
 #include "cuda/dispatch/stage.cuh"
 #include "cuda/plan/plan.cuh"
 #include "cuda/rail/rail_rows.cuh"
@@ -47,18 +47,24 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 // [team] Make a new plan, or announce the old one; then pull rows. Called by the pull warps of each block. Return
 // kAborted after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless
 // the plan is unusable or another launch pulls. In all cases no load of the pull warps is under way. `is_free` as in
-// wait_for_free_staging.
+// wait_for_free_staging, kPushes as in make_direct_plan.
+template <bool kPushes>
 __device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Plan, or announce. Each way announces only after its wait for free staging.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
   if (params.is_direct()) {
+    const bool ok = announce_direct(op, params, is_free);
     if (params.pulls) Puller::make_places(op, params, shared);
-    verdict = make_direct_plan(op, params, shared, is_free);
+    verdict = make_direct_plan<kPushes>(op, params, shared, ok);
     stamp(op, Step::kPlanned);
+    if (kPushes && params.pulls)
+      return verdict != Verdict::kAgree         ? verdict
+             : place_direct(op, params, shared) ? Verdict::kAgree
+                                                : Verdict::kAborted;
     if (params.has_hook() && verdict == Verdict::kAgree && params.direct_plan.in(shared).head->usable) {
       keep_direct_table<PullWarps>(op, params, params.direct_plan.in(shared));
-      deliver_metadata<PullWarps>(op, params, shared);
+      keep_items<PullWarps>(op, params, shared);
       stamp(op, Step::kKept);
     }
   } else if (plans) {
@@ -72,7 +78,7 @@ __device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* sh
     stamp(op, Step::kSent);
   }
   // Pull.
-  if (verdict != Verdict::kAgree || !params.pulls) return verdict;
+  if (verdict != Verdict::kAgree || kPushes || !params.pulls) return verdict;
   if (!params.is_direct()) verdict = wait_for_items<PullWarps>(op, params, plans);
   stamp(op, Step::kListed);
   if (verdict != Verdict::kAgree || !plan_of_block(op, params, shared).head->usable) return verdict;
@@ -82,7 +88,7 @@ __device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* sh
 // [team] Stage this rank's rows and metadata, then deliver received metadata and clear rows without a token. Called by
 // the stage warps of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written:
 // zeros if the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging, kMayQuantize as in stage.
-template <bool kMayQuantize>
+template <bool kMayQuantize, bool kPushes>
 __device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
   if (params.stages) {
@@ -113,6 +119,12 @@ __device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* s
   else if (params.new_plan)
     keep_tables(op, params);
   stamp(op, Step::kKept);
+  // In decode layout there is no padding, and mostly no metadata but scales that come with the rows.
+  if (kPushes && !params.args.out_weights && (params.args.scale_bytes == 0 || params.bulk_scales)) {
+    keep_items<StageWarps>(op, params, shared);
+    stamp(op, Step::kDelivered);
+    return verdict;
+  }
   if (!deliver_metadata<StageWarps>(op, params, shared)) return Verdict::kAborted;
   stamp(op, Step::kDelivered);
   clear_padding(op, params, shared);
@@ -135,7 +147,7 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
 }
 
 // Launched by Engine::dispatch: all blocks are resident at the same time. The rail blocks come last.
-template <bool kMayQuantize>
+template <bool kMayQuantize, bool kPushes>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
@@ -164,8 +176,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(aborted))
     verdict = op.is_rail()              ? run_rail(op, params, shared, is_free)
-              : PullWarps::has_thread() ? run_pull(op, params, shared, is_free)
-                                        : run_stage<kMayQuantize>(op, params, shared, is_free);
+              : PullWarps::has_thread() ? run_pull<kPushes>(op, params, shared, is_free)
+                                        : run_stage<kMayQuantize, kPushes>(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. An aborted block
   // does not count itself in: then no block is the last one.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
@@ -263,8 +275,10 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.counters_at = static_cast<uint32_t>(shared);
   const Context context{context_of(args.wait_ns, !stages)};
   // Few tokens wait for code. So with direct plans rows that are not quantised have a kernel without that of
-  // quantising.
-  const auto kernel = args.quantizes ? dispatch_kernel<true> : dispatch_kernel<!kDirect>;
+  // quantising, and rows that are pushed one without that of pulls.
+  const auto kernel = args.quantizes  ? params.pushes ? dispatch_kernel<true, kDirect> : dispatch_kernel<true, false>
+                      : params.pushes ? dispatch_kernel<!kDirect, kDirect>
+                                      : dispatch_kernel<!kDirect, false>;
   launch(kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
 }
 

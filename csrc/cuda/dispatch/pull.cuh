@@ -35,6 +35,24 @@ struct PullMemory {
   }
 };
 
+// [warp] Store a row's scales by columns, for each lane with a copy of the row: `at` as scale_at, or -1. `scales`: of
+// the row, in shared memory. Bulk loads may overwrite them afterwards.
+__device__ inline void store_columns(const DispatchParams& params, const float* scales, int64_t at) {
+  const uint32_t copies = __ballot_sync(~0u, at >= 0);
+  const int num_words = params.num_scale_words();
+#pragma unroll 1
+  for (int word = threadIdx.x % 32, begin = 0; begin < num_words; begin += 32, word += 32) {
+    const uint32_t value = word < num_words ? params.scale_word(word, scales) : 0;
+    auto* const to = reinterpret_cast<uint32_t*>(params.args.out_scales) + int64_t{word} * params.rows_per_group;
+#pragma unroll 1
+    for (uint32_t left = copies; left != 0; left &= left - 1) {
+      const int64_t of_copy = __shfl_sync(~0u, at, __ffs(left) - 1);
+      if (word < num_words) to[of_copy] = value;
+    }
+  }
+  ptx::fence_shared_before_bulk();
+}
+
 // One pull warp. Bulk loads bring pieces to its ring, bulk stores take them to the output.
 struct Puller {
   static constexpr int kBatch = Records::kBatch;
@@ -210,31 +228,14 @@ struct Puller {
     ptx::bulk_commit();
   }
 
-  // [warp] Store the scales that came with a piece to every output row of its item, by columns. Called in decode
-  // layout.
-  __device__ void store_columns() const {
+  // [warp] Store the scales that came with a piece to every output row of its item. Called in decode layout.
+  __device__ void store_scales() const {
     if (pieces.scale_bytes_of(store.piece) == 0) return;
     const Item item = item_at(store.item);
     const auto* scales = reinterpret_cast<const float*>(pieces.scale_place(memory.ring, store.ring.place));
-    const int num_copies = item.num_copies(), num_words = params.num_scale_words();
 #pragma unroll 1
-    for (int first = 0; first < num_copies; first += 32) {
-      // Each lane divides for one copy.
-      const int num = min(32, num_copies - first);
-      const int64_t of_lane = lane < num ? params.scale_at(item.value(first + lane)) : 0;
-#pragma unroll 1
-      for (int begin = 0; begin < num_words; begin += 32) {
-        const int word = begin + lane;
-        const uint32_t value = word < num_words ? params.scale_word(word, scales) : 0;
-        auto* const to = reinterpret_cast<uint32_t*>(params.args.out_scales) + int64_t{word} * params.rows_per_group;
-#pragma unroll 1
-        for (int copy = 0; copy < num; ++copy) {
-          const int64_t at = __shfl_sync(~0u, of_lane, copy);
-          if (word < num_words) to[at] = value;
-        }
-      }
-    }
-    ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads
+    for (int copy = lane; copy - lane < item.num_copies(); copy += 32)
+      store_columns(params, scales, copy < item.num_copies() ? params.scale_at(item.value(copy)) : -1);
   }
 
   // [warp] Pull all rows of this pull warp. Return false after an abort of this rank. Afterwards no load is under way,
@@ -254,7 +255,7 @@ struct Puller {
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (kStamps && store.item == 0) stamp(op, Step::kLanded);
       if (lane == 0) store_piece();
-      if (params.rows_per_group > 0) store_columns();
+      if (params.rows_per_group > 0) store_scales();
       if (lane == 0) ptx::bulk_wait_read<1>();
       __syncwarp();
       // After each batch of items fetch another one.

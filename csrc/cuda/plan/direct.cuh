@@ -292,32 +292,38 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
   count_choices(op, params, shared);
   sum_choices(op, params, plan);
   stamp(op, Step::kCounted);
-  if (Planners::warp() == 0) lay_out(op, params, plan);
-  if (Planners::warp() == 1) write_direct_head(op, params, plan);
 }
 
-// [team] Make a direct plan, and hand it to the stage warps of this block if the launch pulls. Called by the pull warps
-// of each block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as make_plan.
-__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
-  const DirectPlan plan = params.direct_plan.in(shared);
+// [team] Announce a dispatch with a direct plan, as the first thing: all ranks wait for the Call. Called by the pull
+// warps of each block; one of them announces, once staging is free. `is_free` as in wait_for_free_staging. Return false
+// after an abort of this rank.
+__device__ inline bool announce_direct(const Op& op, const DispatchParams& params, bool is_free) {
   // Block 1 publishes the Call, because block 0 is sending topk_idx. With masks a rank whose Call has arrived is
   // treated as alive, so its topk_idx must have been sent first: block 0 publishes then, after a fence.
   const bool covers = has_masks(op.context);
-  const bool announces = params.stages && op.block == (covers ? 0 : min(1, op.num_blocks - 1));
+  if (!params.stages || op.block != (covers ? 0 : min(1, op.num_blocks - 1))) return true;
+  if (!wait_for_free_staging<PullWarps>(op, params, is_free)) return false;
+  stamp(op, Step::kFree);
+  if (PullWarps::warp() == 0) announce(op, call_of(params), covers);
+  stamp(op, Step::kSent);
+  return true;
+}
+
+// [team] Make a direct plan, and hand it to the stage warps of this block if the launch pulls. Called by the pull warps
+// of each block; block 0 has sent the choices of this rank. `ok`: of announce_direct. kPushes: as
+// DispatchParams::pushes. With it a launch that pulls may place rows before head and layout are written: its pull warps
+// need neither. Return as make_plan.
+template <bool kPushes>
+__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool ok) {
+  const DirectPlan plan = params.direct_plan.in(shared);
   // Clear the counters: `chosen` to `rank_items`.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
        word += PullWarps::kThreads)
     *word = 0;
   if (threadIdx.x == 0) *plan.decided = 0;
-  // Announce. After an abort go on to the barrier below: the stage warps wait for the pull warps there.
-  Verdict verdict = Verdict::kAgree;
-  if (announces && !wait_for_free_staging<PullWarps>(op, params, is_free)) verdict = Verdict::kAborted;
   PullWarps::sync();  // the counters are clear
-  if (verdict == Verdict::kAgree && announces) {
-    stamp(op, Step::kFree);
-    if (PullWarps::warp() == 0) announce(op, call_of(params), covers);
-    stamp(op, Step::kSent);
-  }
+  // After an abort go on to the barrier below: the stage warps wait for the pull warps there.
+  Verdict verdict = ok ? Verdict::kAgree : Verdict::kAborted;
   // Plan, and meanwhile compare the Calls.
   if (verdict == Verdict::kAgree) {
     if (!params.pulls && op.block != 0 && params.counts()) return verdict;
@@ -329,24 +335,31 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
       decide_on_calls(op, params, plan, keeps);
     PullWarps::sync();
     verdict = *plan.verdict;
-    // Decide in the first warp whether the plan is usable.
-    if (PullWarps::warp() == 0) {
-      bool fits = verdict == Verdict::kAgree;
-      if (fits && params.args.layout != Layout::kDecode) {
-        Scratch scratch{};
-        scratch.needed = plan.needed;
-        scratch.max_rows = plan.max_rows;
-        fits = rows_fit(op, params, scratch, keeps);
+    // Two of the planners finish the plan. The others place rows meanwhile, where all rows fit.
+    if (PullWarps::warp() == 1) lay_out(op, params, plan);
+    if (PullWarps::warp() == 2) write_direct_head(op, params, plan);
+    if (verdict != Verdict::kAgree || !kPushes || !params.pulls) {
+      PullWarps::sync();
+      // Decide in the first warp whether the plan is usable.
+      if (PullWarps::warp() == 0) {
+        bool fits = verdict == Verdict::kAgree;
+        if (fits && params.args.layout != Layout::kDecode) {
+          Scratch scratch{};
+          scratch.needed = plan.needed;
+          scratch.max_rows = plan.max_rows;
+          fits = rows_fit(op, params, scratch, keeps);
+        }
+        if (!fits) clear_head(*plan.head, op.num_ranks());
+        __syncwarp();
+        if (!params.pulls && op.block == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
       }
-      if (!fits) clear_head(*plan.head, op.num_ranks());
-      __syncwarp();
-      if (!params.pulls && op.block == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
+      PullWarps::sync();
     }
-  } else if (threadIdx.x == 0) {
-    *plan.verdict = verdict;
+  } else {
+    if (threadIdx.x == 0) *plan.verdict = verdict;
+    PullWarps::sync();
   }
-  // Hand the plan over. The first warp has changed nothing where all rows fit.
-  if (verdict != Verdict::kAgree || params.args.layout != Layout::kDecode) PullWarps::sync();
+  // Hand the plan over.
   if (params.pulls) ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
   return verdict;
 }

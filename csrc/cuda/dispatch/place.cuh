@@ -1,0 +1,135 @@
+// Placing: pushed rows go from their slots to the output, in decode layout. The code is short, because it begins cold
+// and the caller waits for it: a warp loads a row, and each lane with a copy of the row stores it.
+#pragma once
+#include "cuda/dispatch/pull.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [warp] Place the rows of this warp's items, and their scales. Loads overlap with the stores of the piece before.
+// Return false after an abort of this rank. In all cases no load is under way, and all begun stores are written.
+//   ring, full: this warp's places, at least two, and their mbarriers
+//   find_item(n, source, token): find the warp's n-th item; return false behind the last one
+//   wait_for_row(source, token): wait until its row may be read by bulk loads; return false after an abort
+//   find_row(source, token): return the output row of the lane's copy of the item found last, or -1
+template <class FindItem, class WaitForRow, class FindRow>
+__device__ bool place_rows(const Op& op, const DispatchParams& params, char* ring, uint64_t* full,
+                           const FindItem& find_item, const WaitForRow& wait_for_row, const FindRow& find_row) {
+  const DispatchArgs& args = params.args;
+  const Pieces& pieces = params.pulled;
+  const int lane = threadIdx.x % 32;
+  PieceCursor load, store;
+  int row = -1;
+  // Wait for the piece of `store`, and store it.
+  const auto store_piece = [&] {
+    ptx::barrier_wait(full + store.ring.place, store.ring.parity);
+    if (kStamps && store.item == 0) stamp(op, Step::kLanded);
+    if (row >= 0)
+      ptx::bulk_store(args.out_rows + static_cast<size_t>(row) * args.row_bytes + store.piece * pieces.bytes,
+                      pieces.place(ring, store.ring.place), pieces.bytes_of(store.piece));
+    ptx::bulk_commit();
+    if (pieces.scale_bytes_of(store.piece) > 0)
+      store_columns(params, reinterpret_cast<const float*>(pieces.scale_place(ring, store.ring.place)),
+                    row >= 0 ? params.scale_at(row) : -1);
+    store.advance(pieces);
+  };
+  int source, token;
+  bool ok = true;
+#pragma unroll 1
+  for (int n = 0; find_item(n, source, token) && (ok = wait_for_row(source, token)); ++n) {
+    const bool at_home = source == op.rank() && params.reads_own_rows();
+    const char* const slot = row_slot(op.context, op.context.local, source, token);
+    const char* const from = at_home ? args.rows + static_cast<size_t>(token) * args.row_bytes : slot;
+    const char* const scales =
+        at_home ? reinterpret_cast<const char*>(args.scales) + static_cast<size_t>(token) * args.scale_bytes
+                : slot + args.row_bytes;
+#pragma unroll 1
+    do {
+      // The place is free: only the last group of stores may still read its own one, if there are three places.
+      pieces.num_places > 2 ? ptx::bulk_wait_read<1>() : ptx::bulk_wait_read<0>();
+      __syncwarp();
+      if (lane == 0) load_piece(pieces, ring, full, load, from, scales);
+      const bool is_first = load.piece == 0;
+      if (load.item > 0 || !is_first) store_piece();
+      load.advance(pieces);
+      if (is_first) row = find_row(source, token);
+    } while (load.piece > 0);
+  }
+  if (load.item > 0) store_piece();
+  stamp(op, Step::kPulled);
+  ptx::bulk_wait<0>();
+  stamp(op, Step::kStored);
+  return ok;
+}
+
+// [warp] Find a received token by its number, counted from word `first_word` of the tokens of all sources on; behind
+// the last word follows word 0. Return false if there are no so many. The choices are counted.
+__device__ inline bool find_in_warp(const DirectPlan& plan, int first_word, int number, int& source, int& token) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int begin = 0; begin < plan.words; begin += 32) {
+    // A lane takes a word of 32 tokens.
+    int word = begin + lane + first_word;
+    if (word >= plan.words) word -= plan.words;
+    const uint32_t tokens = begin + lane < plan.words ? plan.received[word] : 0;
+    const int num = __popc(tokens), up_to = inclusive_sum(num), all = __shfl_sync(~0u, up_to, 31);
+    if (number >= all) {
+      number -= all;
+      continue;
+    }
+    // Find the word, then the bit: a lane tests one.
+    const int at = __popc(__ballot_sync(~0u, up_to <= number));
+    number -= __shfl_sync(~0u, up_to - num, at);
+    word = __shfl_sync(~0u, word, at);
+    const uint32_t its_tokens = __shfl_sync(~0u, tokens, at);
+    const bool is_it = (its_tokens >> lane & 1) && __popc(its_tokens & ((1u << lane) - 1)) == number;
+    source = word / plan.source_words;
+    token = 32 * (word - source * plan.source_words) + __ffs(__ballot_sync(~0u, is_it)) - 1;
+    return true;
+  }
+  return false;
+}
+
+// [team] Write all items of a usable direct plan to memory, for later operations; the warps share them. Called by the
+// same team in each block.
+template <class Team>
+__device__ inline void keep_items(const Op& op, const DispatchParams& params, char* shared) {
+  const DirectPlan plan = params.direct_plan.in(shared);
+  const bool is_first = threadIdx.x % 32 == 0;
+  int source, token;
+#pragma unroll 1
+  for (int n = op.block + op.num_blocks * Team::warp(); find_in_warp(plan, 0, n, source, token);
+       n += op.num_blocks * Team::kWarps) {
+    int32_t* const item = params.plan.items + static_cast<size_t>(n) * op.context.item_ints;
+    write_items(op, params, shared, source, is_first ? token : -1, is_first ? item : nullptr);
+  }
+}
+
+// [warp] Place the rows of this pull warp's items of a direct plan. The choices are summed, and all ranks agree; head
+// and layout may be unwritten. Return as place_rows. Items have the order of the plan, but each rank begins with its
+// own tokens. So at any time different ranks have different sources.
+__device__ inline bool place_direct(const Op& op, const DispatchParams& params, char* shared) {
+  const DirectPlan plan = params.direct_plan.in(shared);
+  const Config& config = op.context.config;
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
+  Cursor c(shared + params.rings_at);
+  const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, PullWarps::warp());
+  const StagedFlags staged = staged_flags(op, params, shared);
+  const auto find_item = [&](int n, int& source, int& token) {
+    const int number = op.block + op.num_blocks * (PullWarps::warp() + PullWarps::kWarps * n);
+    return find_in_warp(plan, op.rank() * plan.source_words, number, source, token);
+  };
+  const auto wait_for_row = [&](int source, int token) {
+    const int chunk = token >> config.log_token_chunk;
+    const bool at_home = source == op.rank() && params.reads_own_rows();
+    return at_home || chunk <= staged.seen(source) || staged.wait(op, source, chunk);
+  };
+  const auto find_row = [&](int source, int token) {
+    const int e = lane < config.num_topk ? plan.choices_of(op, source, token)[lane] - op.rank() * num_local : -1;
+    if (static_cast<unsigned>(e) >= static_cast<unsigned>(num_local)) return -1;
+    const int index = (source * plan.source_words + token / 32) * num_local + e;
+    return e * params.rows_per_group + plan.before[index] + __popc(plan.chosen[index] & ((1u << token % 32) - 1));
+  };
+  return place_rows(op, params, memory.ring, memory.full, find_item, wait_for_row, find_row);
+}
+
+}  // namespace ep::cuda::EP_KERNELS
