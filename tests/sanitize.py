@@ -24,6 +24,7 @@ KINDS = [
 DECODE_KINDS = [
     dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512),
     dict(dtype=torch.bfloat16, num_topk=4, experts_per_rank=4, hidden=256, payload="quantize", routing="masked"),
+    dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512, payload="quantize", tokens="uneven"),
 ]
 
 
@@ -43,10 +44,10 @@ def run(case: Case, rank: int, engine: str) -> None:
             grid.assert_step((out, (result.x, result.topk_weights)), expected, str(case))
 
 
-def run_decode(case: Case, rank: int, engine: str) -> None:
+def run_decode(case: Case, rank: int, engine: str, options: dict) -> None:
     inputs = make_inputs(case)
     again = [random_rows(case, len(x), seed=10 + of_rank) for of_rank, x in enumerate(inputs.x)]
-    results = test_decode.run_case(rank, engine, case, inputs, again, {})
+    results = test_decode.run_case(rank, engine, case, inputs, again, options)
     on_the_host = [(tuple(t.cpu() for t in rows), counts.cpu(), sums.cpu()) for rows, counts, sums in results]
     test_decode.assert_case(case, inputs, again, {rank: on_the_host})
 
@@ -84,8 +85,9 @@ def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str =
     for kind in KINDS:
         run(Case(num_ranks, ranks_per_node, tokens="few chunks", **kind), rank, engine)
     for kind in DECODE_KINDS:
-        shape = dict(layout="decode", weighted=False, tokens="few chunks", **kind)
-        run_decode(Case(num_ranks, ranks_per_node, **shape), rank, engine)
+        shape = dict(layout="decode", weighted=False, tokens="few chunks") | kind
+        options = {"return_hook": True} if shape["tokens"] == "uneven" else {}
+        run_decode(Case(num_ranks, ranks_per_node, **shape), rank, engine, options)
     run_layer(num_ranks, ranks_per_node, rank, engine)
     dist.destroy_process_group()
     print(f"rank {rank} of {num_ranks}: right")

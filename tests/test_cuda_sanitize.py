@@ -23,7 +23,7 @@ TOOLS = {  # options, and what a tool says when it has found nothing
     "memcheck": (["--report-api-errors", "no"], "ERROR SUMMARY: 0 errors"),
     # In combine, warps hand rows to each other by an arrival of one lane behind __syncwarp, which the tool does not
     # follow: it reports every row, and most of that no more once every lane arrives for itself, which takes longer.
-    "racecheck": (["--kernel-name", "kernel_substring=dispatch_kernel"], "RACECHECK SUMMARY: 0 hazards displayed"),
+    "racecheck": (["--kernel-name", "regex=(dispatch|place)_kernel"], "RACECHECK SUMMARY: 0 hazards displayed"),
     # Barriers of a block: it finds too few by itself, because they lie in dynamic shared memory.
     "synccheck": (["--num-cuda-barriers", "1024"], "ERROR SUMMARY: 0 errors"),
 }

@@ -193,6 +193,45 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   stamp(op, Step::kComplete);
 }
 
+// The second launch of a dispatch with a hook, if rows were pushed: the dispatch kernel without what the first launch
+// has done. Launched by Engine::dispatch; all blocks are resident at the same time.
+template <bool kOnlyPlaces>
+__global__ void __launch_bounds__(PlaceWarps::kThreads, 1)
+    place_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
+  extern __shared__ __align__(1024) char shared[];
+  const Op op{context,
+              Operation::kDispatch,
+              context.state->epoch + 1,
+              static_cast<int>(blockIdx.x),
+              static_cast<int>(gridDim.x),
+              true};
+  stamp(op, Step::kDispatch);
+  const bool aborted = has_aborted(context);
+  Cursor c(shared);
+  const auto [ring, full] = carve_place(c, params.pulled, threadIdx.x / 32);
+  if (threadIdx.x % 32 == 0) init_places(full);
+  // With a new plan the first launch has compared the Calls. Else one warp of the block does.
+  __shared__ Verdict posted;
+  if (threadIdx.x < 32) {
+    const Verdict its = agree(op);
+    if (threadIdx.x == 0) posted = its;
+  }
+  if (__syncthreads_or(aborted)) return;
+  Verdict verdict = posted;
+  stamp(op, Step::kListed);
+  if (verdict == Verdict::kAgree && params.plan.head->usable && !place_planned(op, params, ring, full))
+    verdict = Verdict::kAborted;
+  // Complete the operation as the dispatch kernel does.
+  if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
+  stamp(op, Step::kArrived);
+  if (!last_block<PlaceWarps>(&context.state->pull_done, gridDim.x)) return;
+  stamp(op, Step::kLast);
+  const bool differs = verdict == Verdict::kDiffer;
+  if (!differs) count_bytes(op, params);
+  complete<PlaceWarps>(op, &Region::consumed, &State::staged_epoch, differs, true);
+  stamp(op, Step::kComplete);
+}
+
 }  // namespace
 
 template <>
@@ -233,6 +272,21 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.first_staging_block = params.is_direct() && blocks > 1 && turns(blocks - 1) == turns(blocks);
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
+  const Context context{context_of(args.wait_ns, !stages)};
+  // Only place rows, if all metadata are scales, and a lane has a word of an item.
+  const bool only_places = config.plans_directly && params.has_hook() && !stages && params.pushes &&
+                           context_.item_ints <= 32 && params.metadata_bytes == round_up(scale_bytes, kVector);
+  const auto place = [&](auto one_node) {
+    if constexpr (one_node.value) {
+      params.pulled = make_pieces(args.row_bytes, scale_bytes, kUsableShared / PlaceWarps::kWarps - kVector * 4,
+                                  kMaxPiece, Pieces::kMaxPlaces);
+      Cursor c;
+      carve_place(c, params.pulled, 0);
+      launch(place_kernel<one_node.value>, num_sms_, PlaceWarps::kThreads, c.size(), stream, context, params);
+    }
+  };
+  constexpr bool kMayPlace = kKernels == Kernels::kOneNode;
+  if (kMayPlace && only_places) return place(std::bool_constant<kMayPlace>{});
 
   // Divide shared memory: a direct plan, the scratch of another plan and later the pull warps' rings, the stage warps'
   // counters, the chunks seen by each warp.
@@ -273,7 +327,6 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   }
   if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   params.counters_at = static_cast<uint32_t>(shared);
-  const Context context{context_of(args.wait_ns, !stages)};
   // Few tokens wait for code. So with direct plans rows that are not quantised have a kernel without that of
   // quantising, and rows that are pushed one without that of pulls.
   const auto kernel = args.quantizes  ? params.pushes ? dispatch_kernel<true, kDirect> : dispatch_kernel<true, false>

@@ -132,4 +132,50 @@ __device__ inline bool place_direct(const Op& op, const DispatchParams& params, 
   return place_rows(op, params, memory.ring, memory.full, find_item, wait_for_row, find_row);
 }
 
+// A block of the kernel that only places rows: the second launch of a dispatch with a hook. So many warps have a ring
+// with room for a row of 7168 bfloat16, and an item each with 128 tokens of 2 ranks on 24 multiprocessors.
+using PlaceWarps = Team<0, 0, 384>;
+
+// [host] [thread] Lay out the shared memory of a block, or measure it. Return ring and mbarriers of one warp.
+EP_HOST_DEVICE inline std::pair<char*, uint64_t*> carve_place(Cursor& c, const Pieces& pieces, int warp) {
+  char* const rings = c.take<char>(PlaceWarps::kWarps * pieces.ring_bytes());
+  uint64_t* const full = c.take<uint64_t>(PlaceWarps::kWarps * Pieces::kMaxPlaces);
+  return {rings + warp * pieces.ring_bytes(), full + warp * Pieces::kMaxPlaces};
+}
+
+// [warp] Place the rows of this warp's items of a usable plan in memory, once those of all ranks are in their slots.
+// Return as place_rows.
+__device__ inline bool place_planned(const Op& op, const DispatchParams& params, char* ring, uint64_t* full) {
+  const Context& context = op.context;
+  const PlanHead& head = *params.plan.head;
+  const int lane = threadIdx.x % 32, num_ranks = op.num_ranks(), most = num_ranks * context.config.max_tokens;
+  // Read the first item, also where the plan has none: these loads overlap. A lane has a word of an item.
+  const auto load_item = [&](int index) {
+    const size_t at = static_cast<size_t>(min(index, most - 1)) * context.item_ints + lane;
+    return lane < context.item_ints ? params.plan.items[at] : 0;
+  };
+  int next = op.block + op.num_blocks * (threadIdx.x / 32), item = 0, next_item = load_item(next);
+  const int num_items = head.num_items, end_of_source = lane < num_ranks ? head.item_begin()[lane + 1] : INT32_MAX;
+  // A rank raises its last flag with its last rows.
+  const int rank = min(lane, num_ranks - 1);
+  const uint64_t* const flag = op.context.own.staged + (static_cast<size_t>(rank) + 1) * context.max_token_chunks - 1;
+  if (!wait_until(op, Phase::kRows, flag, op.epoch, rank, rank)) return false;
+  ptx::fence_before_bulk();
+  stamp(op, Step::kRows);
+  const auto find_item = [&](int, int& source, int& token) {
+    const int index = next;
+    if (index >= num_items) return false;
+    item = next_item;
+    next_item = load_item(next += op.num_blocks * PlaceWarps::kWarps);
+    source = __popc(__ballot_sync(~0u, index >= end_of_source));
+    token = __shfl_sync(~0u, item, 0);
+    return true;
+  };
+  const auto find_row = [&](int, int) {
+    const int num_copies = __shfl_sync(~0u, item, 1), row = __shfl_sync(~0u, item, (2 + lane) % 32);
+    return lane < num_copies ? row : -1;
+  };
+  return place_rows(op, params, ring, full, find_item, [](int, int) { return true; }, find_row);
+}
+
 }  // namespace ep::cuda::EP_KERNELS
