@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -82,6 +83,35 @@ def overslept(rank: int, victim: int, operation: str) -> None:
 def test_a_rank_that_is_delayed_for_more_than_the_limit(operation):
     with RankPool(4, timeout_s=60) as pool:
         pool.run(overslept, 2, operation)
+
+
+def oversleep_a_replay(rank: int, victim: int, max_tokens: int) -> None:
+    """All kernels blame the victim: its own waits for sums of ranks that have given up on it."""
+    buffer = make_buffer(engine="cuda", timeout_s=LIMIT_S, max_tokens_per_rank=max_tokens)
+    x, topk_idx, weights = (t[:16] for t in inputs(rank, device=device(buffer)))
+    out = buffer.dispatch(x, topk_idx, layout="decode")
+    combine = partial(buffer.combine, torch.zeros_like(out.x), out.handle, weights=weights)
+    combine()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        combine()
+    dist.barrier()
+    if rank == victim:
+        spin(LIMIT_S + 4)
+    graph.replay()
+    torch.cuda.synchronize()
+    operation, _, epoch, late, _ = buffer._engine._c.late()
+    assert (operation, epoch, list(late)) == ("combine", 3, [victim])
+    with pytest.raises(ep.PeerTimeoutError):
+        buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("max_tokens", [16, 17])  # with 64 tokens of all ranks sums are tagged words
+def test_a_replayed_combine_that_is_late_names_its_own_rank(max_tokens):
+    with RankPool(4, timeout_s=60) as pool:
+        pool.run(oversleep_a_replay, 2, max_tokens)
 
 
 def keep_the_stream(rank: int) -> None:

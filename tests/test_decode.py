@@ -157,7 +157,7 @@ def test_more_items_than_a_chunk(pools, engine, tokens, options):
     check_case(pools, engine, case, options)
 
 
-@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(3, 3), (2, 2), (2, 1), (1, 1)])  # three have 69 tokens
 @pytest.mark.parametrize(
     "payload, hidden", [("rows", 512), ("quantize", 512), ("quantize", 1152), ("quantize", 7168), ("quantize", 2880)]
 )
@@ -375,26 +375,29 @@ def test_counters_have_the_bytes_of_weights(rank, ranks_per_node):
         assert sum(buffer.counters()["intra_node_bytes_read"]) - before == items * 3 * 4 > 0
 
 
-@pytest.mark.parametrize(
-    "operation,ranks_per_node", [("combine", 4), ("combine", 2), ("combine", 1), ("dispatch", 4), ("dispatch", 2)]
-)
-@on_ranks(4)
-def test_another_handle_is_an_error_on_all_ranks(rank, engine, operation, ranks_per_node):
-    """Rank 3 combines, or dispatches again in two halves, with another handle than the others."""
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("operation", ["combine", "dispatch"])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(4, 4), (4, 2), (4, 1), (2, 2)])  # two have 64 tokens
+@on_ranks()
+def test_another_handle_is_an_error_on_all_ranks(rank, engine, operation, num_ranks, ranks_per_node, hooked):
+    """The last rank combines, or dispatches again, with another handle than the others."""
     with make_small_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
         x, topk_idx, topk_weights = inputs_of(rank, device=device_name(buffer))
         first, second = (buffer.dispatch(x, topk_idx, layout="decode") for _ in range(2))
-        handle = (second if rank == 3 else first).handle
+        last = num_ranks - 1
+        handle = (second if rank == last else first).handle
 
         def operate() -> None:
             if operation == "combine":
-                out = buffer.combine(torch.zeros_like(first.x), handle, weights=topk_weights)
+                out = buffer.combine(torch.zeros_like(first.x), handle, weights=topk_weights, return_hook=hooked)
             else:
-                out = buffer.dispatch(x, handle=handle, return_hook=True)
+                out = buffer.dispatch(x, handle=handle, return_hook=hooked)
+            if hooked:
                 out.hook()
             out.event.synchronize()
 
-        assert error_of(operate).startswith("handle: rank 3 gave the plan of epoch 2, rank 0 gave the plan of epoch 1")
+        said = error_of(operate)
+        assert said.startswith(f"handle: rank {last} gave the plan of epoch 2, rank 0 gave the plan of epoch 1")
         round_trip(buffer)
 
 
@@ -414,10 +417,10 @@ def test_a_rank_that_is_late_with_its_weights_is_named(rank, ranks_per_node, pha
     assert (caught.value.operation, caught.value.phase, caught.value.late_ranks) == ("combine", phase, (1,))
 
 
-def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool) -> list[Tensor]:
+def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool, max_tokens: int) -> list[Tensor]:
     """Capture a dispatch and a combine once, and replay them for every step."""
     device, results = device_of("cuda", rank), []
-    with make_buffer(case, "cuda", 32) as buffer:
+    with make_buffer(case, "cuda", max_tokens) as buffer:
         given = [t.clone() for t in steps[0].on(rank, device)[:2]]
         weights = to(device, weights_of(case, steps[0], rank))
 
@@ -447,12 +450,12 @@ def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool) -> list[Ten
     return results
 
 
-def check_graphs(pool: RankPool, num_ranks: int, ranks_per_node: int, hooked: bool) -> None:
+def check_graphs(pool: RankPool, num_ranks: int, ranks_per_node: int, hooked: bool, max_tokens: int = 32) -> None:
     case = Case(num_ranks, ranks_per_node, torch.bfloat16, layout="decode", weighted=False, num_topk=3)
     steps, options = [make_inputs(case, seed) for seed in range(5)], dict(num_experts=case.num_experts, layout="decode")
-    for rank, results in enumerate(pool.run(replay, case, steps, hooked)):
+    for rank, results in enumerate(pool.run(replay, case, steps, hooked, max_tokens)):
         for inputs, seen in zip(steps, results, strict=True):
-            received = reference.dispatch(inputs.x, inputs.topk_idx, None, max_tokens_per_rank=32, **options)
+            received = reference.dispatch(inputs.x, inputs.topk_idx, None, max_tokens_per_rank=max_tokens, **options)
             factors = [weights_of(case, inputs, source) for source in range(num_ranks)]
             y = [out.x for out in received]
             combined = reference.combine(y, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
@@ -460,10 +463,10 @@ def check_graphs(pool: RankPool, num_ranks: int, ranks_per_node: int, hooked: bo
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("ranks_per_node,max_tokens", [(2, 32), (2, 33), (1, 32)])
 @pytest.mark.parametrize("engine", [on("cuda")])
-def test_graphs(pools, engine, ranks_per_node, hooked):
-    check_graphs(pools(2), 2, ranks_per_node, hooked)
+def test_graphs(pools, engine, ranks_per_node, max_tokens, hooked):
+    check_graphs(pools(2), 2, ranks_per_node, hooked, max_tokens)
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])

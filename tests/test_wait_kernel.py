@@ -89,6 +89,15 @@ CASES = {
     "a word of a rank that names only its reader": ((1, 2), f"word:0:0:{WORD}:1 leave:1:100:0", [[1], None]),
     # The reader looks for the word, and pauses. Then it sees that the rank has left.
     "a word that came before its rank left": ((1, 2), f"word:0:0:{WORD}:1:300 send:0:50:1 leave:1:150", [None, None]),
+    # A tagged sum is sent only after all ranks have announced the combine.
+    "a late rank that wakes up and waits for a sum names itself": (
+        (1, 3),
+        f"wait:0:0:{PUSHED}:2 wait:1:0:{PUSHED}:2 word:2:1000:{PUSHED}:0",
+        [[2], [2], [2]],
+    ),
+    "a sum of a rank that has left and names nobody": ((1, 2), f"word:0:0:{PUSHED}:1 leave:1:100:-1", [[1], None]),
+    # A sum of rank 0 for itself hangs on a wait for a word of rank 1, which begins later.
+    "an own sum names nobody": ((1, 2), f"word:0:0:{PUSHED}:0 word:0:300:{WORD}:1", [[1], None]),
     "the last of 64 ranks": ((8, 8), f"wait:0:0:{PUSHED}:63/7,31/7", [[31, 63], *[None] * 63]),
     "the last of 512 ranks": (
         (32, 16),
@@ -146,6 +155,13 @@ MISTAKES = {
         "if (named)\n      abort",
         "a word of a rank that names only its reader",
     ),
+    "own": ("if (rank == op.rank()) return", "if (false) return", "an own sum names nobody"),
+    "woken": (
+        "Phase::kSums && own != 0",
+        "Phase::kSums && false",
+        "a late rank that wakes up and waits for a sum names itself",
+    ),
+    "left": ("Phase::kSums && own != 0", "Phase::kSums", "a sum of a rank that has left and names nobody"),
     "bits": ("bits >> 32", "bits >> 31", "the last of 64 ranks"),
     "names": (
         "return named ? ptx::load_acquire(names_by(op, raiser) + word)",

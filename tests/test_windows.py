@@ -134,8 +134,8 @@ def test_graphs_of_decode_layout(pools, engine, hooked):
     """As without windows: bit by bit what larger windows give."""
     case = Case(2, 1, torch.bfloat16, layout="decode", weighted=False, num_topk=3)
     steps = [make_inputs(case, seed) for seed in range(5)]
-    usual = pools(2).run(replay_decode, case, steps, hooked)
-    for rank, results in enumerate(pools(2).run(narrow, 4, 1, None, replay_decode, case, steps, hooked)):
+    usual = pools(2).run(replay_decode, case, steps, hooked, 32)
+    for rank, results in enumerate(pools(2).run(narrow, 4, 1, None, replay_decode, case, steps, hooked, 32)):
         for step, (seen, expected) in enumerate(zip(results, usual[rank], strict=True)):
             assert_same(seen, expected, f"rank {rank}, replay {step}")
 

@@ -44,8 +44,9 @@ constexpr int kRailWarps = 15;  // warps of a rail block, at least
 // Items per chunk flag of `pushed`. Tuned on 2 H200: larger chunks keep the owner waiting. To measure again: python -m
 // ep_dispatcher.tools.bench --engine cuda
 constexpr int kItemChunk = 512;
-constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
-constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
+constexpr int kVector = 16;  // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
+constexpr int kLine = 1024;  // [bytes] long staged rows begin at multiples (row_stride): no request is split
+constexpr int kTaggedSumBytes = 8;  // of a partial sum in a tagged word
 constexpr int kScaleBlock = 128;  // elements of a float8 row whose scales are one word; the last block has what is left
 
 // [host] [thread] Return `n`, rounded up to a multiple.
@@ -55,6 +56,11 @@ EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n 
 // more begin at whole lines. Rows are cut into pieces for shared memory in the same way.
 EP_HOST_DEVICE constexpr size_t row_stride(size_t row_bytes) {
   return round_up(row_bytes, row_bytes < 4 * kLine ? 128 : kLine);
+}
+
+// [host] [thread] Return the number of tagged words of a partial sum, with room for whole parts of kLine bytes.
+EP_HOST_DEVICE constexpr size_t tagged_sum_words(size_t row_bytes) {
+  return round_up(row_bytes, kLine) / kTaggedSumBytes;
 }
 
 // Sizes of one buffer, the same on all ranks, except `rank`. Ranks are numbered by node: those of a node are adjacent.
@@ -96,6 +102,8 @@ struct Config {
   EP_HOST_DEVICE int choices_per_token() const { return (num_topk + 7) / 8 * 8; }
   // Return the number of tagged words for the combine weights of a rank, two in each (Region::combine_weights).
   EP_HOST_DEVICE int combine_weight_words() const { return (max_tokens * num_topk + 1) / 2; }
+  // Return whether partial sums in decode layout travel as tagged words (few.cuh): with very few tokens.
+  bool tags_sums() const { return plans_directly && !masks && num_ranks() * max_tokens <= 64; }
   EP_HOST_DEVICE int token_chunk() const { return 1 << log_token_chunk; }
   EP_HOST_DEVICE int sum_chunk() const { return 1 << log_sum_chunk; }
   // Return the number of chunks of a rank's tokens; 1 without tokens. The last chunk also raises the flags of all empty

@@ -92,6 +92,9 @@ struct Region {
   Tagged* choices;  // [2, num_ranks, max_tokens, choices_per_token / kTaggedChoices] experts of the rank's tokens. Only
                     // with Config::plans_directly, as the next
   Tagged* combine_weights;  // [2, num_ranks, combine_weight_words] combine weights of the rank's tokens: two float
+  // [num_ranks, max_tokens, tagged_sum_words] partial sums of this rank's tokens, by receiver and number: 8 bytes in
+  // each word. Only with Config::tags_sums, and then once: docs/protocol.md says why.
+  Tagged* tagged_sums;
   // About another node. Raised by this rank, read by this rank.
   uint64_t* summed;  // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
   uint64_t* sums_relayed;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
@@ -176,6 +179,8 @@ Region carve_region(C& c, const Config& config) {
   c.take(region.called, kFlags, 2 * ranks * Call::kNumWords);
   c.take(region.choices, "choices", 2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);
   c.take(region.combine_weights, "factors", config.plans_directly ? 2 * ranks * config.combine_weight_words() : 0);
+  c.take(region.tagged_sums, "slots",
+         config.tags_sums() ? ranks * few_tokens * tagged_sum_words(config.row_bytes()) : 0, kLine);
   c.take(region.counts, kFlags, 2 * ranks * Counts::ints(config));
   c.take(region.slots, "slots", locals * config.max_tokens * config.slot_stride(), kLine);
   // Inboxes and rail arrays, of which there are several, begin and end at a line.

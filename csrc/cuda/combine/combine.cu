@@ -7,6 +7,7 @@
 // With few tokens most of the time goes to code that runs once. So steps run at the same time in different warps, and
 // the kernels for one node are compiled without the code for several (config.h).
 #include "cuda/combine/combine.cuh"
+#include "cuda/combine/few.cuh"
 #include "cuda/combine/push.cuh"
 #include "cuda/combine/reduce.cuh"
 #include "cuda/device/launch.h"
@@ -145,6 +146,12 @@ __device__ void count_bytes(const Op& op, const CombineParams& params) {
   op.context.arrays.bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
+// [thread] Bring the plan's items and tables to the L2 cache, as with few tokens each of them is waited for.
+__device__ void prefetch_plan(const CombineParams& params) {
+  const uint32_t at = (blockIdx.x * Pipeline::kThreads + threadIdx.x) * 128;
+  if (at < params.prefetched_bytes) ptx::prefetch(reinterpret_cast<const char*>(params.plan.head) + at);
+}
+
 // Launched by Engine::combine: all blocks are resident at the same time, because they wait for each other. The second
 // of two launches may have more: its blocks wait only for peers. The last block to arrive completes the operation.
 // After an abort there is none, and the operation never completes.
@@ -258,6 +265,58 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   stamp(op, Step::kComplete);
 }
 
+// The combine kernel of few tokens (few.cuh), launched in its place. The first warp compares the Calls.
+template <class T>
+__global__ void __launch_bounds__(Pipeline::kThreads, 1)
+    few_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {
+  const Op op{context,
+              Operation::kCombine,
+              context.state->epoch + 1,
+              static_cast<int>(blockIdx.x),
+              static_cast<int>(gridDim.x),
+              !params.pushes};
+  stamp(op, Step::kCombine);
+  prefetch_plan(params);
+  // Send the combine weights in block 0. Announce in block 1.
+  const bool sends = op.block == 0 && params.pushes;
+  CombineWeightCopy combine_weights(op, params, sends);
+  const bool aborted = has_aborted(context);
+  if (sends && !aborted) combine_weights.send(op);
+  __shared__ uint64_t barrier;
+  __shared__ Verdict posted;
+  const PostedVerdict verdict{&posted, &barrier};
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(&barrier, 1);
+    ptx::fence_barrier_init();
+  }
+  if (__syncthreads_or(aborted)) return;
+  bool ok = true;
+  constexpr int kWarps = Block::kWarps - 1;
+  const int warp = threadIdx.x / 32 - 1;
+  if (warp < 0) {
+    if (params.pushes && op.block == min(1, op.num_blocks - 1)) announce_combine(op, params, false);
+    verdict.post(agree(op));
+    stamp(op, Step::kAgreed);
+  } else {
+    // Warps without a push reduce first, if the others are few: they take units in the opposite order.
+    const int num = op.num_blocks * kWarps, n = op.block + op.num_blocks * warp;
+    const int parts = (context.row_bytes + kPartBytes - 1) / kPartBytes, num_vectors = context.row_bytes / 16;
+    if (params.pushes) push_tagged_sums<T>(op, params, verdict, {n, num, parts, num_vectors});
+    if (params.reduces) ok = reduce_tagged_sums<T>(op, params, verdict, {num - 1 - n, num, parts, num_vectors});
+    stamp(op, Step::kSummed);
+  }
+  // Complete the operation as the combine kernel does.
+  const Verdict last = verdict.wait();
+  if (!__syncthreads_and(ok && last != Verdict::kAborted)) return;
+  stamp(op, Step::kArrived);
+  if (!params.reduces) return;
+  if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  stamp(op, Step::kLast);
+  if (last != Verdict::kDiffer) count_bytes(op, params);
+  complete<Block>(op, &Region::slots_free, &State::pushed_epoch, last == Verdict::kDiffer);
+  stamp(op, Step::kComplete);
+}
+
 }  // namespace
 
 template <>
@@ -272,9 +331,22 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   // Share the tokens evenly: with few tokens every block takes one batch.
   const int blocks = num_sms_ - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
-  const bool is_long = context_.row_bytes > 8192, halves_rows = is_long && !config.plans_directly;
   params.pushes = pushes;
   params.reduces = reduces;
+  const Context context{context_of(args.wait_ns, !pushes)};
+  const auto launch_few = [&](auto has, auto element) {
+    if constexpr (has.value)
+      launch(few_kernel<decltype(element)>, num_sms_, Pipeline::kThreads, 0, stream, context, params);
+  };
+  constexpr std::bool_constant<kKernels == Kernels::kOneNode || kExtras> kMayTag;
+  if (kMayTag.value && config.tags_sums() && args.combine_weights) {
+    // Plans of decode layout have room for all items.
+    params.prefetched_bytes = static_cast<uint32_t>(plan_capacity(config, -1) * sizeof(int32_t));
+    if (config.dtype == DType::kFloat32) return launch_few(kMayTag, Float32{});
+    if (config.dtype == DType::kBFloat16) return launch_few(kMayTag, BFloat16{});
+    return launch_few(kMayTag, Float16{});
+  }
+  const bool is_long = context_.row_bytes > 8192, halves_rows = is_long && !config.plans_directly;
   params.adds_own_rows = pushes && reduces && !args.combine_weights && !config.plans_directly;
   const int batches_of_block = share(blocks * (is_long && params.adds_own_rows ? 8 : Reducer::kBatch));
   params.own_batch = share(blocks * batches_of_block);
@@ -306,7 +378,6 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   params.reduce_weight = 0.28f;
   params.saturating = is_long ? 3.9f : 1000.0f;
 
-  const Context context{context_of(args.wait_ns, !pushes)};
   const auto run = [&](auto summing) {
     launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, shared, stream, context, params);
   };

@@ -97,9 +97,10 @@ struct CombineMemory {
 struct CombineParams {
   CombineArgs args;
   Plan plan;
-  CombineMemory memory;  // offsets in the shared memory of a block
-  int own_batch;         // own tokens that a block takes at once to reduce them
-  int rail_blocks;       // the last blocks of the launch; 0 with one node
+  CombineMemory memory;       // offsets in the shared memory of a block
+  int own_batch;              // own tokens that a block takes at once to reduce them
+  int rail_blocks;            // the last blocks of the launch; 0 with one node
+  uint32_t prefetched_bytes;  // of the plan, with few tokens
   // Tasks of this launch. With `pushes`: announce, and push partial sums. With `reduces`: compare the Calls, reduce,
   // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
   bool pushes, reduces;

@@ -1,6 +1,6 @@
 // Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. Only the waits
-// for choices and combine weights do not (count_choices, load_combine_weight): the wait for Calls or is_too_late ends
-// them.
+// for choices, combine weights and tagged sums do not (count_choices, load_combine_weight, take_tagged_sum): the wait
+// for Calls or is_too_late ends them.
 #pragma once
 #include "cuda/context.cuh"
 #include "cuda/device/ptx.cuh"
@@ -242,9 +242,11 @@ constexpr uint32_t kPollsBetweenChecks = 1024;
 // [thread] Return whether a wait for `num` tagged words of `rank` has to end: this rank has aborted, the limit is over,
 // or the other rank has aborted. In the last two cases abort this rank, unless the words have arrived by now. Called
 // after kAgree: the words are on their way, unless their rank has died behind its Call. `since`: the thread's first
-// look at the clock after kAgree, so the wait for the Calls does not shorten the limit.
+// look at the clock after kAgree, so the wait for the Calls does not shorten the limit. Words of this rank itself have
+// no limit: its other warps wait for peers.
 __device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, const Tagged* words, int num,
                                                 uint64_t since) {
+  if (rank == op.rank()) return has_aborted(op.context);
   const uint64_t waited = ptx::nanoseconds() - since;
   const bool named = ptx::load_acquire(names_by(op, rank)) != 0;  // the other rank names ranks
   if (named || waited > op.context.timeout_ns) {
@@ -252,17 +254,19 @@ __device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, co
     int arrived = 0;
     while (arrived < num && ptx::load_acquire(&words[arrived].epoch) >= op.epoch) ++arrived;
     if (arrived == num) return false;
-    // Abort. If the rank names only this one, it is late itself: its words are missing.
+    // Abort. If the rank names only this one, whose words are late? A sum is sent after the Calls of all, so it may
+    // have waited for this rank's. Other words do not wait for this rank.
     RankSet late;
-    uint64_t others = 0;
+    uint64_t others = 0, own = 0;
     for (int word = 0; named && word < op.context.rank_words; ++word) {
-      const uint64_t names = ptx::load_acquire(names_by(op, rank) + word);
-      others |= late.words[word] = names & ~RankSet::bit(op.rank(), word) & ~static_cast<uint64_t>(word == 0);
+      const uint64_t names = ptx::load_acquire(names_by(op, rank) + word), bit = RankSet::bit(op.rank(), word);
+      own |= names & bit;
+      others |= late.words[word] = names & ~bit & ~static_cast<uint64_t>(word == 0);
     }
     if (others != 0)
       abort_rank(op, phase, late, waited);
     else
-      abort_because_of(op, phase, rank, waited);
+      abort_because_of(op, phase, phase == Phase::kSums && own != 0 ? op.rank() : rank, waited);
   }
   return has_aborted(op.context);
 }
