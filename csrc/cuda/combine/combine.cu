@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   CombineWeightCopy combine_weights(op, params, sends_combine_weights);
   const bool aborted = has_aborted(context);
   const PlanSizes sizes = *params.plan.head;
-  const int num_own = params.adds_own_rows ? params.plan.head->items_of(op.rank()) : 0;
+  const int num_own = params.adds_own_rows() ? params.plan.head->items_of(op.rank()) : 0;
   const bool sees_free =
       !params.pushes || poll_once(op, context.own.slots_free, context.state->pushed_epoch, threadIdx.x);
   const Part pushers{op.block, num_push_blocks(op, params, sizes, num_own)};
@@ -346,14 +346,15 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
     if (config.dtype == DType::kBFloat16) return launch_few(kMayTag, BFloat16{});
     return launch_few(kMayTag, Float16{});
   }
-  const bool is_long = context_.row_bytes > 8192, halves_rows = is_long && !config.plans_directly;
-  params.adds_own_rows = pushes && reduces && !args.combine_weights && !config.plans_directly;
-  const int batches_of_block = share(blocks * (is_long && params.adds_own_rows ? 8 : Reducer::kBatch));
+  const bool one_node = config.num_nodes == 1, is_long = context_.row_bytes > 8192;
+  const bool halves_rows = is_long && one_node && !config.plans_directly;
+  params.own_in_place = one_node && pushes && reduces && !args.combine_weights && !config.plans_directly;
+  const int batches_of_block = share(blocks * (is_long && params.own_in_place ? 8 : Reducer::kBatch));
   params.own_batch = share(blocks * batches_of_block);
   // Choose the size of an smem stage: a row, or a piece of it. Use as few pieces as leave room for some tasks at once.
   // An addend stands for one expert of a token or more.
-  const int max_addends =
-      std::min(config.num_topk, config.max_copies() + config.ranks_per_node - 1 + config.num_others());
+  const int copies = config.max_copies(), sums = config.ranks_per_node + config.num_others();
+  const int max_addends = std::min(config.num_topk, one_node ? copies + sums - 1 : std::max(copies, sums));
   int num_smem_stages = 0;
   uint32_t smem_stage_bytes = 0;
   const auto carve = [&] {
@@ -374,18 +375,20 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   // Tuned with 24 blocks: `saturating` on 4 H200, the rest on 2 (combine of 4096 x 7168: half rows by teams of two
   // warps 387 us, whole rows by four 418 us). A low reduce_weight makes more blocks push first, so that reducing blocks
   // wait less for peers; with 0.28 hidden 2048 took 245 us, without own rows and with 0.45 it took 283 us. To measure
-  // again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
-  params.reduce_weight = 0.28f;
-  params.saturating = is_long ? 3.9f : 1000.0f;
+  // again, change one value and run `python -m ep_dispatcher.bench --engine cuda`. Between nodes all this takes
+  // longer: 2 nodes of 2, 4096 x 7168 755 us instead of 720.
+  params.reduce_weight = one_node ? 0.28f : is_long ? 1.2f : 0.45f;
+  params.saturating = !is_long ? 1000.0f : one_node ? 3.9f : 5.2f;
 
   const auto run = [&](auto summing) {
     launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, shared, stream, context, params);
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);
-    if (halves_rows) return run(Summing<T, 2, 7>{});  // a team takes 7168 bytes at once: half of 7168 elements
-    if (is_long) return run(Summing<T, 4, 7>{});      // 14336 bytes
-    run(Summing<T, 2, 4>{});                          // 4096 bytes: 2048 elements
+    if constexpr (kAddsOwnRows)
+      if (halves_rows) return run(Summing<T, 2, 7>{});  // a team takes 7168 bytes at once: half of 7168 elements
+    if (is_long) return run(Summing<T, 4, 7>{});        // 14336 bytes
+    run(Summing<T, 2, 4>{});                            // 4096 bytes: 2048 elements
   };
   if (config.dtype == DType::kFloat32) return run_with(Float32{});
   if (config.dtype == DType::kBFloat16) return run_with(BFloat16{});

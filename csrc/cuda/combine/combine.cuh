@@ -104,10 +104,12 @@ struct CombineParams {
   // Tasks of this launch. With `pushes`: announce, and push partial sums. With `reduces`: compare the Calls, reduce,
   // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
   bool pushes, reduces;
-  bool adds_own_rows;   // own tokens' rows on this rank are summed where they are reduced, and have no slot
+  bool own_in_place;    // read by adds_own_rows(), except in kernels for several nodes
   float reduce_weight;  // time to reduce a row; the time to push a row is 1
   float saturating;     // pushing blocks that saturate the links if they only store, all of it to other ranks
 
+  // [host] [thread] Return whether own tokens' rows on this rank are summed where they are reduced, and have no slot.
+  __host__ __device__ bool adds_own_rows() const { return kAddsOwnRows ? own_in_place : false; }
   // [thread] Return whether this launch gives combine weights to the ranks with the experts, before it pushes.
   __device__ bool shares_combine_weights() const { return pushes && args.combine_weights; }
   // [thread] Return whether the blocks need the verdict of `agree` before their first sum.

@@ -16,6 +16,9 @@
 
 namespace ep::cuda::EP_KERNELS {
 
+// Whether there is code for CombineParams::adds_own_rows. Between nodes it made all combines slower.
+constexpr bool kAddsOwnRows = kOneNode || kExtras;
+
 // One sum of rows, or of a piece of each row.
 struct alignas(16) Task {
   char* to;  // address of the sum; null: no sum
@@ -367,7 +370,7 @@ __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish
         sum_rows<Summing>(stage, pipeline.combine_weights_of(place), task.num_rows, num_vectors, to, thread, release);
       } else {
         // Sum own rows in place first. Each thread then reads only what it has written itself.
-        const int merged = max(task.num_own - 1, 0);  // own rows that the sum in place leaves out
+        const int merged = kAddsOwnRows ? max(task.num_own - 1, 0) : 0;  // own rows that the sum in place leaves out
 #pragma unroll 1
         for (bool in_place = merged > 0;; in_place = false) {
           const int begin = in_place ? task.first_own : 0, gap = in_place ? 0 : merged;

@@ -263,7 +263,7 @@ struct Pusher {
       taken = part.block;
       const int32_t* const begin_of_node = head.item_begin() + op.first_local_rank();
       end = begin_of_node[op.ranks_per_node()] - begin_of_node[0];
-      if (params.adds_own_rows) end -= head.items_of(op.rank());
+      if (params.adds_own_rows()) end -= head.items_of(op.rank());
     }
     if (taken >= end) return {0, progress_flags.far};
     const int first = taken, step = takes_own ? part.num_blocks : 1;
@@ -271,7 +271,7 @@ struct Pusher {
     memory.items.fetch(
         [&](int n) {
           const SourceOrder::Position position =
-              takes_own ? memory.sources.at(first + lane * step, params.adds_own_rows, op.ranks_per_node(), step)
+              takes_own ? memory.sources.at(first + lane * step, params.adds_own_rows(), op.ranks_per_node(), step)
                         : far.at(first + lane);
           memory.positions[n % (2 * kBatch)] = position;
           return params.plan.items + index_of(position) * context.item_ints;

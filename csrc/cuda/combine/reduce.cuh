@@ -152,7 +152,7 @@ struct Reducer {
 #pragma unroll 1
       for (int local = first; local < min(first + 32, op.ranks_per_node()); ++local) {
         // Own rows are read in place. Weights are not, and the flags cover them.
-        const bool is_here = is_own && params.adds_own_rows && local == context.local && !params.args.out_weights;
+        const bool is_here = is_own && params.adds_own_rows() && local == context.local && !params.args.out_weights;
         const int number = has_token && !is_here ? item_numbers[local] : -1;
         const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
         const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
@@ -205,10 +205,10 @@ struct Reducer {
     };
     // Find the own rows of the lane's token, if they are added here: values of its item. In rank layout that is a row.
     const PlanHead& head = *params.plan.head;
-    const bool adds_own_rows = is_own && params.adds_own_rows && has_addend(context.local);
+    const bool adds_own_rows = is_own && params.adds_own_rows() && has_addend(context.local);
     const int own = memory.items.fetched * kBatch + lane % kBatch;  // record of the item
     int num_own = adds_own_rows;
-    if (__any_sync(~0u, adds_own_rows)) {
+    if (kAddsOwnRows && __any_sync(~0u, adds_own_rows)) {
       const int index = head.item_begin()[op.rank()] + (adds_own_rows ? item_numbers[context.local] : 0);
       if (head.has_expert_layout()) {
         memory.items.fetch([&](int) { return params.plan.items + static_cast<size_t>(index) * context.item_ints; },
