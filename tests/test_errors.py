@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import NO_CUDA, on_ranks
-from round_trip import MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer, outputs, round_trip
+from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer, outputs, round_trip
 from test_faults import hurry, make_hasty_buffer
 from torch import Tensor
 
@@ -286,11 +286,34 @@ def test_wrong_arguments_on_one_rank_are_refused_before_anything_is_sent(rank, e
 
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
 @on_ranks(2)
-def test_wrong_entries_that_a_kernel_finds_are_an_error_of_the_rank_that_gave_them(rank):
+def test_wrong_entries_that_a_kernel_finds_are_an_error_of_the_rank_that_gave_them(rank, ranks_per_node):
     """The others have the rows of all right entries, and all can go on."""
-    make_mistakes(rank, "cuda", WRONG_ENTRIES, None, True)
-    make_mistakes(rank, "cuda", WITH_GRADIENTS, None, True, weighted=False)
+    make_mistakes(rank, "cuda", WRONG_ENTRIES, ranks_per_node, True)
+    make_mistakes(rank, "cuda", WITH_GRADIENTS, ranks_per_node, True, weighted=False)
+
+
+@pytest.mark.skipif(NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
+@pytest.mark.parametrize("num_topk", [1, 3, 7, 33, 64])
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_wrong_entries_of_many_tokens_are_named(rank, ranks_per_node, num_topk):
+    """An invalid one goes before a repeated one of its token. The last batch of 32 tokens is not full."""
+    num_tokens, num_experts = 301, 128
+    config = dict(num_experts=num_experts, num_topk=num_topk, max_tokens_per_rank=num_tokens)
+    with make_buffer(engine="cuda", ranks_per_node=ranks_per_node, **config) as buffer:
+        x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device=device(buffer))
+        right, _ = make_routing("uniform", num_tokens, num_experts, num_topk, seed=rank)
+        for token in 0, 33, num_tokens - 1:
+            for invalid, k in (False, num_topk // 2), (True, num_topk - 1):
+                topk_idx = right.clone()
+                topk_idx[token, num_topk // 2] = topk_idx[token, 0]
+                topk_idx[token, k] = num_experts if invalid else topk_idx[token, k]
+                if rank == 1 and (invalid or k > 0):
+                    assert_refused(f"topk_idx[{token}, {k}]", buffer.dispatch, x, topk_idx.to(x.device))
+                else:
+                    buffer.dispatch(x, right.to(x.device))
 
 
 @on_ranks(2)

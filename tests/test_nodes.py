@@ -120,7 +120,7 @@ def steps_of(case: Case, num_steps: int, first_seed: int = 0) -> Iterator[tuple[
     """Yield the number of a step, its inputs and max_recv_rows."""
     for step in range(num_steps):
         rng = random.Random(first_seed + step)
-        num_tokens = [rng.choice([0, 1, 33, 257, NUM_TOKENS]) for _ in range(case.num_ranks)]
+        num_tokens = [rng.choice([0, 1, 32, 33, 256, 257, NUM_TOKENS]) for _ in range(case.num_ranks)]
         given = make_inputs(case, num_tokens, rng.choice(["uniform", "masked", "skewed"]), step)
         yield step, given, rng.choice([None, NUM_ROWS])
 

@@ -12,26 +12,26 @@
 // these, and they cost registers.
 #if defined(EP_WITH_EXTRAS)
 #define EP_KERNELS extras
+#define EP_KIND kExtras
 #elif defined(EP_DIRECT)
 #define EP_KERNELS direct
+#define EP_KIND kDirect
 #elif defined(EP_ONE_NODE)
 #define EP_KERNELS one_node
+#define EP_KIND kOneNode
 #else
 #define EP_KERNELS several_nodes
+#define EP_KIND kSeveralNodes
+#define EP_ONE_COPY __noinline__  // of what many kinds of warps call: later ones find it in the caches
+#endif
+#ifndef EP_ONE_COPY
+#define EP_ONE_COPY
 #endif
 
 namespace ep::cuda {
 
 enum class Kernels { kSeveralNodes, kOneNode, kDirect, kExtras };
-#if defined(EP_WITH_EXTRAS)
-constexpr Kernels kKernels = Kernels::kExtras;
-#elif defined(EP_DIRECT)
-constexpr Kernels kKernels = Kernels::kDirect;
-#elif defined(EP_ONE_NODE)
-constexpr Kernels kKernels = Kernels::kOneNode;
-#else
-constexpr Kernels kKernels = Kernels::kSeveralNodes;
-#endif
+constexpr Kernels kKernels = Kernels::EP_KIND;
 constexpr bool kExtras = kKernels == Kernels::kExtras, kDirect = kKernels == Kernels::kDirect;
 constexpr bool kOneNode = kKernels == Kernels::kOneNode || kDirect;
 

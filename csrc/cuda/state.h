@@ -63,10 +63,9 @@ struct StateArrays {
   uint32_t* items_sent;   // [num_others] senders with their share of items and table sent
   uint32_t* rows_sent;    // [num_others, max_token_chunks] senders with their share of the chunk sent
   uint32_t* sums_sent;    // [num_others, max_sum_chunks] senders with their share of the chunk sent
-  int32_t* block_num_tokens;  // [num_blocks, num_experts] tokens counted by each block; after send_counts, by all
-                              // blocks before it
-  int32_t* block_num_items;   // [num_blocks, num_ranks] items counted by each block; after send_counts, by all blocks
-                              // before it
+  int32_t* block_num_tokens;  // [num_blocks, num_experts] tokens counted by each planning block; after
+                              // send_counts, by all before it. Unused with a single one
+  int32_t* block_num_items;   // [num_blocks, num_ranks] the same of items
 };
 
 // [host] Lay out the device memory of one rank, or measure it. `num_blocks`: of a launch.

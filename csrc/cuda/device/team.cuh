@@ -84,14 +84,15 @@ struct ChunkArrivals {
   }
 };
 
-// [team] Raise one flag at every rank of the node, one thread per rank. Call it after a barrier of the team: the flag
-// covers all earlier stores of the team.
+// [team] Raise one flag, or two, at every rank of the node, one thread per rank. Call it after a barrier of the team:
+// the flags cover all earlier stores of the team.
 template <class Team>
-__device__ void team_raises(const Op& op, uint64_t* local_flag) {
+__device__ void team_raises(const Op& op, uint64_t* local_flag, uint64_t* other_flag = nullptr) {
   const Context& context = op.context;
   if (Team::thread() >= op.ranks_per_node()) return;
   ptx::fence_system();
   ptx::store_relaxed(context.peers.at(local_flag, Team::thread()), op.epoch);
+  if (other_flag) ptx::store_relaxed(context.peers.at(other_flag, Team::thread()), op.epoch);
 }
 
 }  // namespace ep::cuda::EP_KERNELS

@@ -251,6 +251,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   if (stages && config.plans_directly)
     params.prefetched_bytes = args.num_tokens * (args.quantizes ? context_.row_bytes : args.row_bytes);
   params.inverse = 0xffffffffu / config.num_local_experts() + 1;
+  params.inverse_topk = 0xffffffffu / config.num_topk + 1;
   // Senders are the only readers of staged rows in decode layout. They read the caller's rows where they can.
   params.stages_rows = params.pushes ? config.num_nodes > 1 && (!is_direct() || args.quantizes)
                                      : config.ranks_per_node > 1 || !is_direct() || !params.reads_own_rows();
@@ -308,9 +309,11 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
     params.plan_warps = PullWarps::kWarps;
     while (scratch() > room) --params.plan_warps;
     shared = scratch();
-    const int tokens_of_block = 32 * params.plan_warps;
-    params.plan_blocks =
-        std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_ - args.rail_blocks);
+    const auto share = [](int num, int parts) { return (num + parts - 1) / parts; };
+    const int batches = share(args.num_tokens, 32);
+    params.plan_blocks = std::clamp(share(batches, params.plan_warps), 1, num_sms_ - args.rail_blocks);
+    params.batches_of_block = share(batches, params.plan_blocks);
+    params.batches_of_warp = share(params.batches_of_block, params.plan_warps);
   }
   // Give the rings all memory left.
   if (params.pulls) {

@@ -101,26 +101,27 @@ struct DispatchParams {
   // In decode layout rows for ranks of this node are pushed to their slots, not staged (row_slot), if a node has at
   // most kInbox ranks.
   bool pushes;
-  uint32_t inverse;             // of num_local_experts, as in Scan
-  bool new_plan;                // planned by this launch, or by the one before it for the same operation
-  bool direct;                  // read by is_direct() in kernels with extras
-  DirectPlan direct_plan;       // laid out without a base: `in` gives that of a block
-  int rail_blocks;              // last blocks of the launch
-  int plan_blocks, plan_warps;  // with plans(): blocks with pull warps at work on the plan, and such warps per block
-  uint32_t prefetched_bytes;    // of the caller's rows, with few tokens
-  bool stages_rows;             // there are readers of this rank's staged rows
-  uint32_t row_targets;         // a bit per local rank, and one for the inbox: rows go there (Targets)
-  int parts_of_row;             // a row is staged in so many parts
-  int first_staging_block;      // earlier blocks stage nothing
-  uint32_t row_stride;          // [bytes] from one staged row to the next
-  uint32_t metadata_bytes;      // [bytes] of one token
-  int rows_per_group;           // decode layout: rows from one expert to the next; else 0
-  int weights_at;               // [floats] from the start of the metadata to its weights
-  Pieces pulled;                // pieces of a row in the pull warps' rings
-  bool bulk_scales;             // the last piece of a row takes its scales along
-  uint32_t rings_at;            // [bytes] from the start of shared memory to the pull warps' memory for pulls
-  uint32_t counters_at;         // [bytes] from the start of shared memory to the stage warps' counters
-  uint32_t seen_at;             // [bytes] from there to int16 [kBlockWarps, num_ranks] for StagedFlags
+  uint32_t inverse, inverse_topk;  // 2^32 / num_local_experts and 2^32 / num_topk, rounded up, for `quotient`
+  bool new_plan;                   // planned by this launch, or by the one before it for the same operation
+  bool direct;                     // read by is_direct() in kernels with extras
+  DirectPlan direct_plan;          // laid out without a base: `in` gives that of a block
+  int rail_blocks;                 // last blocks of the launch
+  int plan_blocks, plan_warps;     // with plans(): blocks with pull warps at work on the plan, and such warps per block
+  int batches_of_block, batches_of_warp;  // batches of 32 tokens that they scan
+  uint32_t prefetched_bytes;              // of the caller's rows, with few tokens
+  bool stages_rows;                       // there are readers of this rank's staged rows
+  uint32_t row_targets;                   // a bit per local rank, and one for the inbox: rows go there (Targets)
+  int parts_of_row;                       // a row is staged in so many parts
+  int first_staging_block;                // earlier blocks stage nothing
+  uint32_t row_stride;                    // [bytes] from one staged row to the next
+  uint32_t metadata_bytes;                // [bytes] of one token
+  int rows_per_group;                     // decode layout: rows from one expert to the next; else 0
+  int weights_at;                         // [floats] from the start of the metadata to its weights
+  Pieces pulled;                          // pieces of a row in the pull warps' rings
+  bool bulk_scales;                       // the last piece of a row takes its scales along
+  uint32_t rings_at;                      // [bytes] from the start of shared memory to the pull warps' memory for pulls
+  uint32_t counters_at;                   // [bytes] from the start of shared memory to the stage warps' counters
+  uint32_t seen_at;                       // [bytes] from there to int16 [kBlockWarps, num_ranks] for StagedFlags
 
   // [host] [thread] Return whether the new plan is a direct plan (direct.cuh): each launch makes it anew.
   __host__ __device__ bool is_direct() const { return kDirect || (kExtras && direct); }
@@ -165,6 +166,9 @@ struct DispatchParams {
     reinterpret_cast<uint32_t*>(args.out_scales)[at] = scale_word(word, scales);
   }
 };
+
+// [thread] Return n / d, given 2^32 / d, rounded up (0 for d = 1). Exact while n * d is below 2^32.
+__device__ inline int quotient(int n, uint32_t inverse) { return inverse == 0 ? n : __umulhi(n, inverse); }
 
 // [thread] Return the place of a pushed row in the slots of local rank `owner`: of a token of `source`, a rank of this
 // node. Its metadata follow it.

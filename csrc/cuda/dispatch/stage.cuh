@@ -126,7 +126,7 @@ struct Targets {
   // [thread] Return the bit of the local rank with an expert; 0 for no expert, and for a rank elsewhere.
   __device__ uint32_t bit_of_expert(uint32_t expert) const {
     if (expert >= static_cast<uint32_t>(op.context.config.num_experts)) return 0;
-    const uint32_t rank = params.inverse == 0 ? expert : __umulhi(expert, params.inverse);
+    const uint32_t rank = quotient(expert, params.inverse);
     const int local = static_cast<int>(rank) - op.first_local_rank();
     return local >= 0 && local < op.ranks_per_node() ? 1u << local : 0;
   }

@@ -107,7 +107,6 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
   const int words_of_token = plan.choices_per_token / kTaggedChoices;  // an even number
   const bool counts_all = params.args.layout != Layout::kDecode;
-  const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
 #pragma unroll 1
   for (int i = Planners::warp(); i < plan.words; i += Planners::kWarps) {
     int word = i + op.rank() * plan.source_words;
@@ -144,7 +143,7 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
       for (int k = 0; k < 2 * kTaggedChoices; ++k, low = low >> 16 | high << 48, high >>= 16) {
         const int expert = static_cast<int16_t>(low);
         if (expert < 0) continue;
-        ranks |= 1u << (num_local == 1 ? expert : __umulhi(expert, inverse));
+        ranks |= 1u << quotient(expert, params.inverse);
         if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
         if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
           atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);

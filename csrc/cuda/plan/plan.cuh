@@ -5,19 +5,23 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
-// Call total(i, sum over all parts). Called by the pull warps of one block. No barrier at the end. Loads go to an array
-// first: the compiler cannot rule out that a store changes the next part's count, so without the array each load would
-// wait for the store before it.
-template <class Total>
-__device__ void exclusive_scan_over_parts(int* counts, int stride, int num, int num_parts, const Total& total) {
+// [team] Replace counts of several parts by their exclusive prefix sums over the parts, in place: num_tokens
+// [num_parts, num_experts], num_items [num_parts, num_ranks]. Write the sums over all parts to every rank of the node
+// if this block `sends`, else to block_num_tokens and block_num_items, for send_counts. Called by the pull warps of one
+// block. No barrier at the end. Loads go to an array first: the compiler cannot rule out that a store changes the next
+// part's count, so without the array each load would wait for the store before it.
+__device__ inline void sum_parts(const Op& op, int* num_tokens, int* num_items, int num_parts, bool sends) {
+  const StateArrays& arrays = op.context.arrays;
+  const int experts = op.context.config.num_experts;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num; i += PullWarps::kThreads) {
+  for (int n = threadIdx.x; n < experts + op.num_ranks(); n += PullWarps::kThreads) {
     constexpr int kTogether = 8;  // loads under way
+    const bool is_rank = n >= experts;
+    const int i = is_rank ? n - experts : n, stride = is_rank ? op.num_ranks() : experts;
     int sum = 0;
 #pragma unroll 1
     for (int first = 0; first < num_parts; first += kTogether) {
-      int* const from = counts + first * stride + i;
+      int* const from = (is_rank ? num_items : num_tokens) + first * stride + i;
       const int num_together = num_parts - first;
       int count[kTogether];
 #pragma unroll
@@ -28,21 +32,13 @@ __device__ void exclusive_scan_over_parts(int* counts, int stride, int num, int 
         sum += count[p];
       }
     }
-    total(i, sum);
+    if (!sends) (is_rank ? arrays.block_num_items : arrays.block_num_tokens)[op.block * stride + i] = sum;
+#pragma unroll 1
+    for (int local = 0; sends && local < op.ranks_per_node(); ++local) {
+      const Counts counts = counts_at(op, local, op.rank());
+      (is_rank ? counts.num_items(i) : counts.num_tokens(op.context.config, i)) = sum;
+    }
   }
-}
-
-// [team] Write the counts of this block to block_num_tokens and block_num_items, for send_counts. Called by the pull
-// warps of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No barrier
-// at the end.
-__device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
-  const int experts = op.context.config.num_experts;
-  int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
-  int32_t* num_items = op.context.arrays.block_num_items + op.block * op.num_ranks();
-  exclusive_scan_over_parts(scratch.expert_offset, experts, experts, params.plan_warps,
-                            [&](int expert, int sum) { num_tokens[expert] = sum; });
-  exclusive_scan_over_parts(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
-                            [&](int rank, int sum) { num_items[rank] = sum; });
 }
 
 // [thread] Return the Call of this dispatch.
@@ -62,27 +58,19 @@ __device__ inline Call call_of(const DispatchParams& params) {
   return call;
 }
 
-// [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the pull warps of the
-// planning block that counts last. Afterwards block_num_tokens and block_num_items hold the sums over earlier blocks.
-// The other planning blocks read them after `called` of this rank.
+// [team] Write this rank's counts to every rank of the node, and announce the dispatch. A single planning block has
+// written them. Called by the pull warps of the planning block that counts last. Afterwards block_num_tokens and
+// block_num_items hold the sums over earlier blocks. The other planning blocks read them after `called` of this rank.
 __device__ void send_counts(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
-  const int experts = context.config.num_experts;
-  const auto counts_for = [&](int local) { return counts_at(op, local, op.rank()); };
-  exclusive_scan_over_parts(context.arrays.block_num_tokens, experts, experts, params.plan_blocks,
-                            [&](int expert, int sum) {
-                              for (int local = 0; local < op.ranks_per_node(); ++local)
-                                counts_for(local).num_tokens(context.config, expert) = sum;
-                            });
-  exclusive_scan_over_parts(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks,
-                            [&](int to, int sum) {
-                              for (int local = 0; local < op.ranks_per_node(); ++local)
-                                counts_for(local).num_items(to) = sum;
-                            });
+  const StateArrays& arrays = context.arrays;
+  if (params.plan_blocks > 1) sum_parts(op, arrays.block_num_tokens, arrays.block_num_items, params.plan_blocks, true);
   if (has_messages(context) && params.args.num_rows < 0 && PullWarps::warp() == PullWarps::kWarps - 1) {
-    const int node = threadIdx.x % 32, rows = rows_before(context, params.plan, params.args.num_tokens);
+    const int node = threadIdx.x % 32;
+    const int rows = rows_before(params.plan.sent_nodes, context.num_nodes(), params.args.num_tokens);
+#pragma unroll 1
     for (int local = 0; node < context.num_nodes() && local < op.ranks_per_node(); ++local)
-      counts_for(local).num_rows(context.config, node) = rows;
+      counts_at(op, local, op.rank()).num_rows(context.config, node) = rows;
   }
   PullWarps::sync();
   if (PullWarps::warp() == 0) announce(op, call_of(params), true);
@@ -314,10 +302,15 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   const Context& context = op.context;
   Cursor c(shared);
   const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps);
+  const auto is_last = [&](uint32_t* counter) {  // a planning block alone is the last one
+    if (params.plan_blocks != 1) return last_block<PullWarps>(counter, params.plan_blocks);
+    PullWarps::sync();
+    return true;
+  };
   // Count. The last block to count sends the counts.
   count_tokens(op, params, scratch);
-  share_counts(op, params, scratch);
-  if (last_block<PullWarps>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
+  sum_parts(op, scratch.expert_offset, scratch.rank_offset, params.plan_warps, params.plan_blocks == 1);
+  if (is_last(&context.state->count_done)) send_counts(op, params);
   stamp(op, Step::kSent);
   // Wait for all counts, and lay out the rows.
   const Verdict verdict = first_warp_waits<PullWarps>([&] { return agree(op); });
@@ -340,8 +333,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
     for (int e = threadIdx.x; e < context.num_local_experts; e += PullWarps::kThreads) params.write_counts(e, 0, 0);
   }
   // Raise `listed` in the last block to list.
-  if (last_block<PullWarps>(&context.state->list_done, params.plan_blocks))
-    team_raises<PullWarps>(op, context.own.listed + op.rank());
+  if (is_last(&context.state->list_done)) team_raises<PullWarps>(op, context.own.listed + op.rank());
   return verdict;
 }
 

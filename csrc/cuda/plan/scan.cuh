@@ -61,30 +61,28 @@ struct Scan {
   uint32_t *marks, *rank_marks;
   int16_t* choices;
   int choices_per_token, begin, end;
-  uint32_t inverse;  // 2^32 / num_local_experts, rounded up; for rank_of
+  uint32_t inverse, inverse_topk;  // as in DispatchParams
 
   // [warp] Find the warp's tokens and its part of the scratch.
   __device__ Scan(const Op& op, const DispatchParams& params, const Scratch& scratch, int warp)
       : context(op.context), topk_idx(params.args.topk_idx) {
-    const int experts = context.config.num_experts, num_tokens = params.args.num_tokens;
+    const int experts = context.config.num_experts;
     expert_offset = scratch.expert_offset + warp * experts;
     marks = scratch.marks + warp * experts;
     rank_offset = scratch.rank_offset + warp * context.num_ranks;
     rank_marks = scratch.rank_marks + warp * context.num_ranks;
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
-    const int batches = (num_tokens + 31) / 32, per_block = (batches + params.plan_blocks - 1) / params.plan_blocks;
-    const int first = op.block * per_block, last = first + per_block;
-    const int per_warp = (per_block + params.plan_warps - 1) / params.plan_warps;
-    begin = min(num_tokens, min(first + warp * per_warp, last) * 32);
-    end = min(num_tokens, min(first + (warp + 1) * per_warp, last) * 32);
-    inverse = 0xffffffffu / context.num_local_experts + 1;
+    const int first = warp * params.batches_of_warp, of_block = params.batches_of_block;
+    const auto token = [&](int batch) {
+      return min(params.args.num_tokens, (op.block * of_block + min(batch, of_block)) * 32);
+    };
+    begin = token(first), end = token(first + params.batches_of_warp);
+    inverse = params.inverse, inverse_topk = params.inverse_topk;
   }
 
-  // [thread] Return the rank of an expert: expert / num_local_experts. Exact while the product of both is below 2^32.
-  __device__ int rank_of(int expert) const {
-    return context.num_local_experts == 1 ? expert : __umulhi(expert, inverse);
-  }
+  // [thread] Return the rank of an expert.
+  __device__ int rank_of(int expert) const { return quotient(expert, inverse); }
 
   // [thread] Return the choices of the lane's token.
   __device__ int16_t* lane_choices() const { return choices + threadIdx.x % 32 * choices_per_token; }
@@ -94,25 +92,25 @@ struct Scan {
   // With `checks` it is kept as a error.
   __device__ uint32_t load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
-    const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
+    const int64_t* const from = topk_idx + static_cast<int64_t>(first) * num_topk;
+    // The lane's first wrong entry: its place in the batch. All repeated ones come after the invalid ones.
+    constexpr int kRepeated = 32 * kMaxTopk, kNone = 2 * kRepeated;
+    int wrong = kNone;
     // Read the entries in the order of memory, so a lane has entries of several tokens. Several loads overlap: each
     // takes a microsecond and more while other warps stage rows.
     constexpr int kTogether = 8;
-    int token = lane / num_topk, k = lane % num_topk;
-    const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
 #pragma unroll 1
-    for (int left = num * num_topk - lane; left > 0; left -= 32 * kTogether, from += 32 * kTogether) {
+    for (int n = lane; n < num * num_topk; n += 32 * kTogether) {
       int64_t given[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) given[i] = 32 * i < left ? __ldg(from + lane + 32 * i) : -1;
+      for (int i = 0; i < kTogether; ++i) given[i] = n + 32 * i < num * num_topk ? __ldg(from + n + 32 * i) : -1;
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        if (32 * i >= left) break;
+        const int at = n + 32 * i, token = quotient(at, inverse_topk);
+        if (at >= num * num_topk) break;
         const bool bad = given[i] < -1 || given[i] >= context.config.num_experts;
-        if (bad && checks) record_bad_topk_idx(context, first + token, k, false, given[i]);
-        choices[token * choices_per_token + k] = static_cast<int16_t>(bad ? -1 : given[i]);
-        token += step_tokens, k += step_k;
-        if (k >= num_topk) k -= num_topk, ++token;
+        if (bad) wrong = min(wrong, at);
+        choices[at + token * (choices_per_token - num_topk)] = static_cast<int16_t>(bad ? -1 : given[i]);
       }
     }
     __syncwarp();
@@ -120,11 +118,11 @@ struct Scan {
     uint32_t nodes = 0;
     if (lane < num)
 #pragma unroll 1
-      for (k = 0; k < num_topk; ++k) {
+      for (int k = 0; k < num_topk; ++k) {
         const int expert = lane_choices()[k];
         if (expert < 0) continue;
         if (atomicOr(marks + expert, 1u << lane) >> lane & 1) {
-          if (checks) record_bad_topk_idx(context, first + lane, k, true, expert);
+          wrong = min(wrong, kRepeated + lane * num_topk + k);
           lane_choices()[k] = -1;
         } else {
           const int rank = rank_of(expert);
@@ -132,6 +130,11 @@ struct Scan {
           nodes |= 1u << context.node_of(rank);
         }
       }
+    if (checks) wrong = __reduce_min_sync(~0u, wrong);
+    if (checks && wrong != kNone && lane == 0) {
+      const int at = wrong % kRepeated, token = quotient(at, inverse_topk);
+      record_bad_topk_idx(context, first + token, at - token * num_topk, wrong >= kRepeated, __ldg(from + at));
+    }
     __syncwarp();
     return nodes;
   }
@@ -168,9 +171,12 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
   if (warp < params.plan_warps) {
     const Scan scan(op, params, scratch, warp);
     // Clear this warp's scratch.
+#pragma unroll 1
     for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_offset[e] = 0, scan.marks[e] = 0;
+#pragma unroll 1
     for (int rank = lane; rank < op.num_ranks(); rank += 32) scan.rank_offset[rank] = scan.rank_marks[rank] = 0;
-    for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
+#pragma unroll 1
+    for (int i = 0; i < scan.choices_per_token; ++i) scan.choices[32 * i + lane] = -1;
     __syncwarp();
     // Count batch by batch: `finish` does.
     for (int first = scan.begin; first < scan.end; first += 32) {
@@ -191,6 +197,7 @@ __device__ int2 count_local(const int16_t* choices, int num_vectors, int first, 
     count += static_cast<uint32_t>(choice - first) < static_cast<uint32_t>(num);
     below += static_cast<uint32_t>(choice - first) < static_cast<uint32_t>(expert - first);
   };
+#pragma unroll 1
   for (int v = 0; v < num_vectors; ++v) {
     const uint4 vector = reinterpret_cast<const uint4*>(choices)[v];
     const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
@@ -220,8 +227,8 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token)
 __device__ inline bool is_packed(int rows, int num_tokens) { return num_tokens - rows > num_tokens / 16; }
 
 // [warp] Return in lane n the number of tokens before `end` with experts on node n, another one. Called in planning
-// blocks, once all of them have counted.
-__device__ inline int rows_before(const Context& context, const Plan& plan, int end) {
+// blocks, once all of them have counted. `sent_nodes`: of the plan. Not inlined: only the NCCL wire calls it.
+__device__ __noinline__ inline int rows_before(const uint32_t* sent_nodes, int num_nodes, int end) {
   constexpr int kTogether = 8;  // loads under way
   const int lane = threadIdx.x % 32;
   int rows = 0;
@@ -229,11 +236,11 @@ __device__ inline int rows_before(const Context& context, const Plan& plan, int 
   for (int first = lane; first - lane < end; first += 32 * kTogether) {
     uint32_t nodes[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) nodes[i] = first + 32 * i < end ? __ldcg(plan.sent_nodes + first + 32 * i) : 0;
+    for (int i = 0; i < kTogether; ++i) nodes[i] = first + 32 * i < end ? __ldcg(sent_nodes + first + 32 * i) : 0;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
 #pragma unroll 1
-      for (int node = 0; node < context.num_nodes(); ++node) {
+      for (int node = 0; node < num_nodes; ++node) {
         const int num = __popc(__ballot_sync(~0u, nodes[i] >> node & 1));
         rows += lane == node ? num : 0;
       }
@@ -258,12 +265,15 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     return Item{scratch.items[rank] + static_cast<size_t>(number) * context.item_ints, context.max_copies};
   };
   // Begin after the rows of lower ranks, and after the rows and items of earlier blocks and warps.
-  const int32_t* block_num_tokens =
+  const int32_t* const block_num_tokens =
       context.arrays.block_num_tokens + static_cast<size_t>(op.block) * config.num_experts;
+  const int32_t* const block_num_items = context.arrays.block_num_items + op.block * op.num_ranks();
+#pragma unroll 8
   for (int e = lane; e < config.num_experts; e += 32)
-    scan.expert_offset[e] += scratch.expert_before[e] + __ldcg(block_num_tokens + e);
-  for (int rank = lane; rank < op.num_ranks(); rank += 32)
-    scan.rank_offset[rank] += __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
+    scan.expert_offset[e] += scratch.expert_before[e] + (op.block > 0 ? __ldcg(block_num_tokens + e) : 0);
+#pragma unroll 1
+  for (int rank = lane; op.block > 0 && rank < op.num_ranks(); rank += 32)
+    scan.rank_offset[rank] += __ldcg(block_num_items + rank);
   // Lane n has the next row for node n.
   uint32_t packed = 0;
   int next_row = 0;
@@ -271,7 +281,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     const bool is_other = lane < op.context.num_nodes() && lane != context.node;
     packed = __ballot_sync(
         ~0u, is_other && is_packed(__ldcg(&own_counts(op, op.rank()).num_rows(config, lane)), params.args.num_tokens));
-    if (packed != 0) next_row = rows_before(context, params.plan, scan.begin);
+    if (packed != 0) next_row = rows_before(params.plan.sent_nodes, context.num_nodes(), scan.begin);
   }
   __syncwarp();
   const uint32_t lower_lanes = (1u << lane) - 1;

@@ -148,7 +148,7 @@ __device__ inline Difference find_difference(const Op& op) {
 // After kDiffer all partial sums pushed to this rank have arrived. Only early rows and metadata may still arrive. No
 // rank reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags
 // of its own pushes first.
-__device__ inline Verdict agree(const Op& op, bool keeps = true, bool drains = true) {
+__device__ EP_ONE_COPY inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
   if (op.is_second && context.state->agreed == op.epoch) return Verdict::kAgree;
   if (has_masks(context) ? !decide(op) : !wait_for_calls(op)) return Verdict::kAborted;
@@ -214,18 +214,18 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   }
   // Raise the flags. The error is read meanwhile.
   const int32_t error = recorded_error(context);
-  const auto raise = [&](uint64_t* flag) {
-    if (!one_node)
-      team_raises<Block>(op, flag);
-    else if (Block::thread() == 0)
+  const auto raise = [&](uint64_t* flag, uint64_t* other_flag) {
+    if (!one_node) {
+      team_raises<Block>(op, flag, other_flag);
+    } else if (Block::thread() == 0) {
       raise_on_node(context, flag, op.epoch);
+      if (other_flag) raise_on_node(context, other_flag, op.epoch);
+    }
   };
-  if (differs || both) {
-    raise(context.own.consumed + context.local);
-    raise(context.own.slots_free + context.local);
-  } else {
-    raise(context.own.*released + context.local);
-  }
+  if (differs || both)
+    raise(context.own.consumed + context.local, context.own.slots_free + context.local);
+  else
+    raise(context.own.*released + context.local, nullptr);
   if (!one_node) Block::sync();
   if (Block::thread() != 0) return;
   // Finish the state for the next operation.
