@@ -81,6 +81,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("num_rows", &DispatchArgs::num_rows)
       .def_readwrite("ticket", &DispatchArgs::ticket)
       .def_readwrite("packs_scales", &DispatchArgs::packs_scales)
+      .def_readwrite("num_blocks", &DispatchArgs::num_blocks)
       .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks)
       .def_readwrite("label", &DispatchArgs::label);
   address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
@@ -100,6 +101,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>())
       .def_readwrite("num_tokens", &CombineArgs::num_tokens)
+      .def_readwrite("num_blocks", &CombineArgs::num_blocks)
       .def_readwrite("rail_blocks", &CombineArgs::rail_blocks);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);

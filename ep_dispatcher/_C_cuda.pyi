@@ -78,12 +78,14 @@ class DispatchArgs:
     wait_ns: int
     message_rows: int
     packs_scales: bool
+    num_blocks: int
     rail_blocks: int
     label: int
     def __init__(self) -> None: ...
 
 class CombineArgs:
     num_tokens: int
+    num_blocks: int
     rail_blocks: int
     y: int
     topk_weights: int

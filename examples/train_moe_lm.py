@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_lm.arguments import parse_arguments
 from moe_lm.charts import draw
 from moe_lm.check import check
-from moe_lm.device import device_name, num_sms, prepare_ranks, ranks_on_host, ranks_per_gpu
+from moe_lm.device import device_name, prepare_ranks, ranks_on_host, ranks_per_gpu
 from moe_lm.generate import generate
 from moe_lm.layer import MoELayer
 from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
@@ -71,7 +71,6 @@ def run(rank: int, args, config: ModelConfig, started: float) -> bool:
         dtype=config.dtype,
         engine=args.device,
         ranks_per_node=args.ranks_per_node,
-        num_sms=num_sms(args.device, args.ranks),
     ) as buffer:
         model = make_model(args, config, buffer)
         if args.check:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from test_dispatch_combine import Case, expected_of, expert_rows, make_inputs, random_rows, to
 
 import ep_dispatcher as ep
+from ep_dispatcher import memory
 from ep_dispatcher.tools.testing import device_of
 
 KINDS = [
@@ -78,9 +79,7 @@ def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> No
 def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str = "", engine: str = "cuda") -> None:
     file = file or tempfile.mkdtemp() + "/store"
     if engine == "cuda":
-        from ep_dispatcher.engines.cuda import engine as cuda_engine
-
-        cuda_engine.DEFAULT_SMS = 4  # of run_decode; tools watch every block
+        memory.DECODE_SMS = 4  # of run_decode; tools watch every block
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
     for kind in KINDS:
         run(Case(num_ranks, ranks_per_node, tokens="few chunks", **kind), rank, engine)

@@ -236,8 +236,6 @@ class Received:
 def make_buffer(case: Case, engine: str, max_tokens_per_rank: int, group=None, **changes) -> ep.Buffer:
     names = ("hidden", "num_experts", "num_topk", "dtype", "ranks_per_node")
     sizes = {name: getattr(case, name) for name in names} | dict(max_tokens_per_rank=max_tokens_per_rank, timeout_s=60)
-    if case.num_ranks > 8:  # they may share one GPU under MPS
-        sizes["num_sms"] = 128 // case.num_ranks
     return ep.Buffer(group, engine=engine, **(sizes | changes))
 
 

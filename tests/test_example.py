@@ -147,18 +147,6 @@ def test_given_sizes_win_on_gpus(arguments, given, expected):
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("ranks, gpus, sms", [(2, 1, 24), (8, 1, 16), (16, 2, 16), (2, 2, None)])
-def test_ranks_that_share_a_gpu_fit_there_together(example, monkeypatch, ranks, gpus, sms):
-    class H200:
-        multi_processor_count = 132
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    device = example("moe_lm.device")
-    assert device.num_sms("cuda", ranks) == sms and device.num_sms("cpu", ranks) is None
-
-
 def test_the_first_steps_do_not_count(example):
     median_step = example("moe_lm.report").median_step
     assert median_step([9.0] * 3 + [1.0, 2.0, 3.0]) == 2.0  # half of them are left out at most

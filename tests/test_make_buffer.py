@@ -34,6 +34,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks, engines, envs, gather
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.threads import StoreHangs
+from ep_dispatcher.topology import Topology
 
 LIMIT_S = 2.0
 SLACK_S = 20.0  # a loaded machine; a wait that knows no limit is longer
@@ -433,12 +434,40 @@ def test_all_ranks_learn_at_once_what_one_is_refused(rank, argument, options, sw
         patch.setattr("ep_dispatcher.engines.cuda_problem", lambda: None)
         patch.setattr("ep_dispatcher.engines.cuda.engine.regions_of", choose_memory)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=num_sms))
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=num_sms, uuid=rank)
+        )
         for switch, value in switches.items():
             patch.setenv(f"EP_DISPATCHER_{switch}", value)
         begin, sizes = time.monotonic(), dict(CONFIG, ranks_per_node=2, timeout_s=LONG_S)
         text = assert_refused(argument, ep.Buffer, engine="cuda", **sizes, **options)
     assert text.endswith(" (on rank 1)") and time.monotonic() - begin < LONG_S / 2
+
+
+@pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA engine")
+@pytest.mark.parametrize(
+    "given,ranks,wire,few,many",
+    [
+        (None, 1, "peer", 24, 64),
+        (None, 4, "peer", 24, 33),
+        (None, 8, "peer", 16, 16),
+        (None, 1, "nccl", 24, 64),
+        (None, 4, "nccl", 24, 28),
+        (40, 1, "peer", 40, 40),
+        (12, 8, "nccl", 12, 12),
+        (200, 1, "nccl", 127, 127),
+    ],
+)
+def test_multiprocessors_of_ranks_that_share_a_gpu(monkeypatch, given, ranks, wire, few, many):
+    """Ranks wait for each other, so all of theirs have to fit on the GPU together. What is given is taken as it is."""
+    from ep_dispatcher.engines.cuda.engine import CudaEngine
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    engine = object.__new__(CudaEngine)
+    engine._device, engine._topology = None, Topology.make(0, ["host"], None)
+    engine._config = SimpleNamespace(num_sms=given, nccl_sms=4)
+    assert engine._share_sms(wire, ranks) == dict(expert=0, rank=0, decode=0)
+    assert engine._sms == dict(expert=few, rank=few, decode=many)
 
 
 # ---- what the store holds -------------------------------------------------------------------------------------------

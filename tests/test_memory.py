@@ -119,7 +119,7 @@ def test_windows(nodes, tokens):
 
 def test_arguments_left_at_their_defaults(monkeypatch):
     assert ep.buffer_bytes(**EP8) == ep.buffer_bytes(
-        **EP8, ranks_per_node=8, dtype=torch.bfloat16, num_sms=24, engine="cuda"
+        **EP8, ranks_per_node=8, dtype=torch.bfloat16, num_sms=64, engine="cuda"
     )
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "4")
     assert ep.buffer_bytes(**EP8) == ep.buffer_bytes(**EP8, ranks_per_node=4)

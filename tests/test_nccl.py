@@ -95,11 +95,10 @@ def make_rail(gpus: str, ranks_per_node: int):
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[rank])
     nccl._C_cuda, nccl.END_S = SimpleNamespace(NcclComm=StandIn), 30.0  # the machine may be busy
     topology = Topology.make(rank, ["host"] * num_ranks, ranks_per_node)
     with Gather(dist.group.WORLD, LIMIT_S) as gather:
-        return nccl.NcclRail(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S, nccl_sms=4))
+        return nccl.NcclRail(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S, nccl_sms=4), [*gpus])
 
 
 @needs_module

@@ -29,7 +29,7 @@ size_t state_bytes(const Config& config, int num_sms) {
 
 Engine::Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
                const std::vector<int>& rail_pes, char* state, char* report, double timeout_s, int num_sms)
-    : context_{}, num_sms_(num_sms) {
+    : context_{} {
   // Sizes, and this rank's place.
   context_.config = config;
   context_.node = config.node_of(config.rank);

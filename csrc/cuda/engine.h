@@ -47,7 +47,8 @@ struct DispatchArgs {
   int32_t* out_counts = nullptr;  // [num_local_experts] tokens of each expert
   bool packs_scales = false;
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
-  int32_t rail_blocks = 0;     // the last blocks of a launch, for the rail; 0 with one node
+  int32_t num_blocks = 0;      // of a launch: at most the num_sms of state_bytes()
+  int32_t rail_blocks = 0;     // the last ones of them, for the rail; 0 with one node
   int32_t label = 0;           // the caller's number, for the error of rows that do not fit
   // NCCL wire: those of the plan, in host memory, so messages of this launch are exact; null: they have all tokens that
   // the buffer is for
@@ -68,7 +69,8 @@ struct CombineArgs {
   char* out = nullptr;                     // [num_tokens, row_bytes]
   float* out_weights = nullptr;            // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
-  int64_t* wait_ns = nullptr;  // as in DispatchArgs, as are the next two
+  int64_t* wait_ns = nullptr;  // as in DispatchArgs, as are the next three
+  int32_t num_blocks = 0;
   int32_t rail_blocks = 0;
   const MessageRows* message_rows = nullptr;
 };
@@ -92,7 +94,7 @@ class Engine {
   //   rail_pes    [num_nodes] its number in NVSHMEM; not needed where all are mapped
   //   state       state_bytes() of device memory, zeroed
   //   report      report_bytes() of pinned memory, zeroed
-  //   num_sms     blocks of a launch
+  //   num_sms     the most blocks of a launch
   Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
          const std::vector<int>& rail_pes, char* state, char* report, double timeout_s, int num_sms);
 
@@ -171,7 +173,6 @@ class Engine {
   bool is_direct() const { return context_.wire.mapped == context_.config.all_nodes() && !context_.wire.is_paced(); }
 
   BufferContext context_;
-  int num_sms_;
   std::shared_ptr<Messages> messages_;  // NCCL wire; else null
 };
 

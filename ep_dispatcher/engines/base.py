@@ -151,7 +151,7 @@ class Engine(Protocol):
     device: str  # device type of its tensors
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
-    used_sms: int  # the most multiprocessors that an operation uses, NCCL's included
+    used_sms: int  # the most multiprocessors that an operation uses outside decode layout, NCCL's included
     rows_on_host: Tensor | None = None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
     label: int = 0  # set by the caller; a dispatch with too few rows has it in its error
     wait_ns: dict[str, Tensor]  # of `measure_waits`, by operation

@@ -7,7 +7,6 @@ import os
 import torch
 
 from ep_dispatcher import engines, envs
-from ep_dispatcher.memory import DEFAULT_SMS
 
 MAX_RANKS = 16  # each needs a few windows of the held-out text
 MOST_OF_NODE = 8  # ranks, with the CUDA engine
@@ -65,14 +64,6 @@ def prepare_ranks(device: str, num_ranks: int) -> str:
         return "cpu:gloo,cuda:nccl"
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     return "gloo"
-
-
-def num_sms(device: str, num_ranks: int) -> int | None:
-    """Return the engine's multiprocessors, None for its default. Those of all ranks on a GPU must fit together."""
-    if device == "cpu" or ranks_per_gpu(num_ranks) == 1:
-        return None
-    there = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return min(DEFAULT_SMS, there // ranks_per_gpu(num_ranks))
 
 
 def default_ranks(device: str) -> int:

@@ -329,14 +329,14 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   // Direct sums cross without rail blocks, which only signal then.
   params.rail_blocks = is_direct() ? std::min(args.rail_blocks, config.least_rail_blocks()) : args.rail_blocks;
   // Share the tokens evenly: with few tokens every block takes one batch.
-  const int blocks = num_sms_ - params.rail_blocks;
+  const int blocks = args.num_blocks - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
   params.pushes = pushes;
   params.reduces = reduces;
   const Context context{context_of(args.wait_ns, !pushes)};
   const auto launch_few = [&](auto has, auto element) {
     if constexpr (has.value)
-      launch(few_kernel<decltype(element)>, num_sms_, Pipeline::kThreads, 0, stream, context, params);
+      launch(few_kernel<decltype(element)>, args.num_blocks, Pipeline::kThreads, 0, stream, context, params);
   };
   constexpr std::bool_constant<kKernels == Kernels::kOneNode || kExtras> kMayTag;
   if (kMayTag.value && config.tags_sums() && args.combine_weights) {
@@ -381,7 +381,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   params.saturating = !is_long ? 1000.0f : one_node ? 3.9f : 5.2f;
 
   const auto run = [&](auto summing) {
-    launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, shared, stream, context, params);
+    launch(combine_kernel<decltype(summing)>, args.num_blocks, Pipeline::kThreads, shared, stream, context, params);
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);

@@ -265,7 +265,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.rail_blocks = args.rail_blocks;
   params.parts_of_row = args.quantizes ? RowPart::num_in_row(config.hidden / BFloat16::kElements) : 1;
   // Block 0 sends the choices and begins to stage late. If the others take no more turns without it, it stages nothing.
-  const int blocks = num_sms_ - args.rail_blocks;
+  const int blocks = args.num_blocks - args.rail_blocks;
   const auto turns = [&](int staging_blocks) {
     const int warps = staging_blocks * StageWarps::kWarps;
     return (args.num_tokens * params.parts_of_row + warps - 1) / warps;
@@ -283,7 +283,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
                                   kMaxPiece, Pieces::kMaxPlaces);
       Cursor c;
       carve_place(c, params.pulled, 0);
-      launch(place_kernel<one_node.value>, num_sms_, PlaceWarps::kThreads, c.size(), stream, context, params);
+      launch(place_kernel<one_node.value>, args.num_blocks, PlaceWarps::kThreads, c.size(), stream, context, params);
     }
   };
   constexpr bool kMayPlace = kKernels == Kernels::kOneNode;
@@ -311,7 +311,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
     shared = scratch();
     const auto share = [](int num, int parts) { return (num + parts - 1) / parts; };
     const int batches = share(args.num_tokens, 32);
-    params.plan_blocks = std::clamp(share(batches, params.plan_warps), 1, num_sms_ - args.rail_blocks);
+    params.plan_blocks = std::clamp(share(batches, params.plan_warps), 1, args.num_blocks - args.rail_blocks);
     params.batches_of_block = share(batches, params.plan_blocks);
     params.batches_of_warp = share(params.batches_of_block, params.plan_warps);
   }
@@ -335,7 +335,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   const auto kernel = args.quantizes  ? params.pushes ? dispatch_kernel<true, kDirect> : dispatch_kernel<true, false>
                       : params.pushes ? dispatch_kernel<!kDirect, kDirect>
                                       : dispatch_kernel<!kDirect, false>;
-  launch(kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
+  launch(kernel, args.num_blocks, kBlockThreads, shared + counters, stream, context, params);
 }
 
 }  // namespace ep::cuda

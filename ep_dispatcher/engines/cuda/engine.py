@@ -33,7 +33,7 @@ from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.trace import Counters, StreamTrace, Trace
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
+from ep_dispatcher.memory import check_cuda_sizes, check_cuda_sms, default_sms
 from ep_dispatcher.topology import Topology
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
 _stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write their memory
 
 
-def _rail_sms(topology: Topology, num_sms: int, wire: str) -> dict[str, int]:
+def _rail_sms(topology: Topology, sms: dict[str, int], wire: str) -> dict[str, int]:
     """Return the number of SMs that serve the wire between nodes, by layout. With NCCL they only wait and signal."""
-    least = check_cuda_sms(topology.num_nodes, num_sms)
+    least = check_cuda_sms(topology.num_nodes, min(sms.values()))
     if topology.num_nodes == 1 or wire == "nccl":
         return dict.fromkeys(_RAIL_SHARES, least)
-    return {layout: max(least, num_sms // share) for layout, share in _RAIL_SHARES.items()}
+    return {layout: max(least, sms[layout] // share) for layout, share in _RAIL_SHARES.items()}
 
 
 def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
@@ -83,7 +83,9 @@ class CudaEngine(Launches):
         # If one rank refuses, all learn it here, before any of them waits for the others to allocate.
         with config.gather.same_on_all_ranks():
             wire = wire_of(config)
-        self._rail_sms = config.gather("multiprocessors", partial(self._share_sms, wire))[topology.rank]
+        gpus = config.gather("GPU", self._find_gpu)
+        sharing = gpus.count(gpus[topology.rank])
+        self._rail_sms = config.gather("multiprocessors", partial(self._share_sms, wire, sharing))[topology.rank]
         with config.gather.same_on_all_ranks():
             self._regions = regions_of(config, wire)
         compiled = self._compiled = self._regions.compiled
@@ -94,7 +96,8 @@ class CudaEngine(Launches):
         def allocate() -> None:
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
-            self._state = torch.zeros(compiled.state_bytes(c, self.num_sms), dtype=torch.uint8, device=self._device)
+            state_bytes = compiled.state_bytes(c, max(self._sms.values()))
+            self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, device="cpu", pin_memory=True)
             self._counted_rows = self._report[compiled.counted_rows_offset(c) :].view(torch.int64)[
                 : self._num_local_experts
@@ -120,7 +123,7 @@ class CudaEngine(Launches):
             mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
             is_attached = True
             if wire == "nccl":
-                rail_of_nccl = NcclRail(config)
+                rail_of_nccl = NcclRail(config, gpus)
             self._rail = rail_of_nccl
             rail = mapped_rail(topology, self._regions.rail, mapped)
             if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
@@ -134,13 +137,14 @@ class CudaEngine(Launches):
                 state=self._state.data_ptr(),
                 report=self._report.data_ptr(),
                 timeout_s=config.timeout_s,
-                num_sms=self.num_sms,
+                num_sms=max(self._sms.values()),
             )
             if (gb_per_s := envs.wire_gbps()) and topology.num_nodes > 1 and compiled is _C_cuda and wire != "nccl":
                 self._c.pace_wire(gb_per_s * 1e9)
             if self._rail is not None:
                 self._rail.serve(self._c)
-            self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
+            few, many = self._sms["expert"], self._sms["decode"]
+            self.summary = f"CUDA engine, {few} multiprocessors" + f" ({many} in decode layout)" * (many != few)
             if topology.num_nodes > 1:
                 shares = sorted(set(self._rail_sms.values()))
                 self.summary += (
@@ -189,18 +193,24 @@ class CudaEngine(Launches):
         c.rank = self._topology.rank
         return c
 
-    def _share_sms(self, wire: str) -> dict[str, int]:
-        """Choose the multiprocessors. Return the number that serve the wire, by layout."""
-        if (gb_per_s := envs.wire_gbps()) and not _C_cuda.has_pace:
-            checks.fail("EP_DISPATCHER_WIRE_GBPS", gb_per_s, "unset, or a build with EP_DISPATCHER_PACE=1")
+    def _find_gpu(self) -> str:
         self._device_index = torch.cuda.current_device()
         self._device = torch.device("cuda", self._device_index)
-        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    def _share_sms(self, wire: str, sharing: int) -> dict[str, int]:
+        """Choose the multiprocessors. Return the number that serve the wire, by layout. ``sharing``: its ranks."""
+        if (gb_per_s := envs.wire_gbps()) and not _C_cuda.has_pace:
+            checks.fail("EP_DISPATCHER_WIRE_GBPS", gb_per_s, "unset, or a build with EP_DISPATCHER_PACE=1")
+        self.all_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # Kernels wait for messages, so NCCL has to find room beside them, and so has the kernel between two messages.
         kept = self._config.nccl_sms + 1 if wire == "nccl" else 0
-        self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms - kept)
-        self.used_sms = self.num_sms + kept
-        return _rail_sms(self._topology, self.num_sms, wire)
+        given = self._config.num_sms
+        # Operations of all ranks wait for each other, so what we choose has to fit beside them.
+        most = self.all_sms // (1 if given else sharing) - kept
+        self._sms = {layout: min(sms, most) for layout, sms in default_sms(given).items()}
+        self.used_sms = self._sms["expert"] + kept
+        return _rail_sms(self._topology, self._sms, wire)
 
     def counters(self) -> dict[str, list[int]]:
         """Return Buffer.counters(). The host waits for the device."""

@@ -58,6 +58,7 @@ class Launches(Streams, Engine):
     _reports: KernelReports
     _trace: StreamTrace | None
     _stuck: StuckKernels | None  # only if kernels may never end
+    _sms: dict[str, int]  # multiprocessors of an operation, by layout
     _rail_sms: dict[str, int]  # multiprocessors that serve the wire between nodes, by layout
     _counted_rows: Tensor  # int64 [num_local_experts], pinned: what kernels have counted
     _reported_message_rows: Tensor  # int32, pinned: MessageRows of the compiled module, as kernels have counted
@@ -104,7 +105,7 @@ class Launches(Streams, Engine):
         args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
         args.layout, args.expert_alignment = getattr(self._compiled.Layout, layout), expert_alignment
         args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
-        args.num_rows, args.rail_blocks = num_rows, self._rail_sms[layout]
+        args.num_rows, args.num_blocks, args.rail_blocks = num_rows, self._sms[layout], self._rail_sms[layout]
         if scale_dtype is not None:
             args.scales, args.scale_bytes = address_of(scales), checks.num_scales(hidden) * 4
             args.scale_size = scale_dtype.itemsize
@@ -222,7 +223,7 @@ class Launches(Streams, Engine):
         x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
         args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set only what differs from defaults, as in _dispatch
         args.y, args.out, args.num_tokens = y.data_ptr() or ANY, x.data_ptr() or ANY, num_tokens
-        args.rail_blocks = self._rail_sms[layout]
+        args.num_blocks, args.rail_blocks = self._sms[layout], self._rail_sms[layout]
         if topk_weights is not None:
             weights_out = topk_weights.new_empty(num_tokens, self._config.num_topk)
             args.topk_weights, args.out_weights = address_of(topk_weights), address_of(weights_out)

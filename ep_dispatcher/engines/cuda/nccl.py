@@ -25,27 +25,22 @@ class NcclRail:
     Raises PeersLate on all ranks if a rank does not arrive within the buffer's limit.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, gpus: list[str]):
         topology, self._device = config.topology, torch.cuda.current_device()
         self._lock = threading.Lock()
         self._comm: _C_cuda.NcclComm | None = None
         self.is_sound = False  # all operations are complete: nothing is under way
 
-        def offer() -> tuple[str, str]:
-            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-            return uuid, _C_cuda.NcclComm.make_id().hex() if topology.node == 0 else ""
-
-        offers = config.gather("NCCL", offer)
+        offers = config.gather("NCCL", lambda: _C_cuda.NcclComm.make_id().hex() if topology.node == 0 else "")
         with config.gather.same_on_all_ranks():
             for rail in zip(*topology.nodes, strict=True):
-                gpus = [offers[rank][0] for rank in rail]
-                if len(set(gpus)) < len(gpus):
+                if len({gpus[rank] for rank in rail}) < len(rail):
                     given = f"nccl, with a GPU that two of the ranks {list(rail)} share: they are on different nodes"
                     checks.fail("EP_DISPATCHER_WIRE", given, "nccl with a GPU for each of them, or peer on one host")
 
         def start() -> None:
             torch.cuda.set_device(self._device)
-            comm_id = bytes.fromhex(offers[topology.rail[0]][1])
+            comm_id = bytes.fromhex(offers[topology.rail[0]])
             self._comm = _C_cuda.NcclComm(comm_id, topology.node, topology.num_nodes, config.nccl_sms)
 
         def start_in_thread() -> None:
