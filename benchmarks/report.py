@@ -37,7 +37,7 @@ ABOUT = {
     ALL_TO_ALL: "what one writes otherwise: sort, `dist.all_to_all_single`, sort, and back with `index_add_`",
     FAST_SUM: "the same with `embedding_bag` for the sum",
     MEGATRON: "its own dispatcher, beside ours in Megatron; the host waits for the counts in both",
-    DEEP_EP: "rows come in the layout that is named above; the engine's are in expert layout",
+    DEEP_EP: "rows come in the layout that is named below; the engine's are in expert layout",
 }
 IN_MEGATRON = ("six steps, forward", "six steps, forward+backward")
 CASES = "hot_rank: one rank receives four times the mean, or all there is if ranks are fewer."
@@ -146,9 +146,10 @@ def replace_part(page: Path, made: str, source: Path, check: bool) -> int:
 
 def part(groups: list[Group], root: Path) -> str:
     """Return the part, with its marks. Links are relative to ``root``."""
-    blocks = [BEGIN]
+    shown = {side: about for side, about in ABOUT.items() if any(group.shows(side) for group in groups)}
+    blocks = [BEGIN, "\n".join(f"- {side}: {about}" for side, about in shown.items())]
     for group in groups:
-        blocks += [f"### {group.title}", _machine(group), _sides(group)]
+        blocks += [f"### {group.title}", _machine(group)]
         only_standard = len(group.standard) == len(group.runs)
         blocks += [_operations(run, group) for run in group.standard] if only_standard else [_cases(group)]
         blocks += [f"![times]({os.path.relpath(group.chart, root)})"]
@@ -168,10 +169,6 @@ def _machine(group: Group) -> str:
     lines += [f"Build {group.all_of('git_commit')}, {' to '.join(days[:1] + days[1:][-1:])}"]
     lines += [f"{group.unit[0].capitalize()}, median of {group.all_of('iters', of='case')}"]
     return ".\n".join(lines) + "."
-
-
-def _sides(group: Group) -> str:
-    return "\n".join(f"- {side}: {about}" for side, about in ABOUT.items() if group.shows(side))
 
 
 def _operations(run: dict, group: Group) -> str:
