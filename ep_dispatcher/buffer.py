@@ -84,7 +84,8 @@ class Buffer:
                          making the buffer; None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
                          limits: the shortest ends the wait of all
     num_sms              the most multiprocessors the CUDA engine uses at a time. None: 24, with layout="decode" 64;
-                         fewer where ranks share a GPU, so that all fit there. The CPU engine ignores it
+                         fewer where those of two such buffers and all ranks would not fit on a GPU
+                         together. The CPU engine ignores it
     nccl_sms             the most multiprocessors that NCCL uses beside num_sms, with the NCCL wire between nodes; None:
                          4. The same on all ranks
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes

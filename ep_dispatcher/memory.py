@@ -160,7 +160,8 @@ def buffer_bytes(
 
     num_ranks       ranks of the group
     ranks_per_node  ranks of a node; None: EP_DISPATCHER_RANKS_PER_NODE, or all ranks if that is unset
-    num_sms         as Buffer takes it; on a GPU with fewer multiprocessors the state is a little smaller
+    num_sms         as Buffer takes it; where fewer multiprocessors are there or ranks share them the state is a little
+                    smaller
     engine          "cuda": memory of the GPU; "cpu": shared memory of the host, whose pages count once they are used
 
     All other arguments are those of Buffer. Raises the ValueErrors that Buffer raises for these sizes. Formulas and

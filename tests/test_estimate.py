@@ -152,9 +152,11 @@ def test_messages_of_the_nccl_wire():
 def test_memory_is_what_a_buffer_allocates(nodes):
     job = Job(Sizes(nodes, 8, tokens=64, hidden=128, experts=64, topk=2), Routing(), MACHINES["H200"], seeds=1)
     sizes = dict(num_ranks=8 * nodes, ranks_per_node=8, hidden=128, num_experts=64, num_topk=2)
-    assert job.memory == ep.buffer_bytes(**sizes, max_tokens_per_rank=64, num_sms=24)
+    assert job.memory == ep.buffer_bytes(**sizes, max_tokens_per_rank=64)
+    some = replace(job, machine=replace(MACHINES["H200"], num_sms=12))
+    assert some.memory == ep.buffer_bytes(**sizes, max_tokens_per_rank=64, num_sms=12)
     found = estimate(replace(job, max_tokens=100))
-    assert found["memory_bytes"] == ep.buffer_bytes(**sizes, max_tokens_per_rank=100, num_sms=24).total
+    assert found["memory_bytes"] == ep.buffer_bytes(**sizes, max_tokens_per_rank=100).total
     assert sum(found["memory_parts"].values()) == found["memory_bytes"]
 
 
