@@ -227,7 +227,7 @@ def check_cuda_sms(num_nodes: int, num_sms: int) -> int:
     return least
 
 
-def cuda_bytes(shape: Shape, num_sms: int = DEFAULT_SMS) -> BufferBytes:
+def cuda_bytes(shape: Shape, num_sms: int) -> BufferBytes:
     """Return the bytes of one rank, for any number of nodes, even for more than the engine serves."""
     config = shape.cuda_config(_C_cpu.CudaConfig())
     return BufferBytes(_C_cpu.cuda_region_bytes(config), _C_cpu.cuda_state_bytes(config, num_sms))

@@ -11,6 +11,7 @@ from commands import ROOT, run_module
 from conftest import on_ranks
 from round_trip import device
 from test_cuda_faults import spin
+from test_decode import weights_of
 from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, make_buffer, make_inputs, to
 from test_experts import uninitialised_memory_is_nan
 from test_steps import resources
@@ -222,6 +223,33 @@ def run_in(stream, buffer: ep.Buffer, case: Case, x, topk_idx, topk_weights, y, 
         out = buffer.dispatch(x, topk_idx, topk_weights, layout=case.layout, max_recv_rows=300)
         result = buffer.combine(y, out.handle, topk_weights=row_weights)
     return Received.of(out), (result.x, result.topk_weights)
+
+
+@on_ranks(2)
+def test_two_buffers_of_decode_in_two_streams(rank):
+    """As above, each with as many multiprocessors as it takes by default: they are on the GPU together."""
+    case, turns = Case(2, 2, torch.bfloat16, layout="decode", weighted=False, num_topk=3, hidden=2048), 20
+    steps = [make_inputs(case, seed) for seed in range(turns)]
+    given = [inputs.on(rank, device_of("cuda", rank))[:2] for inputs in steps]
+    weights = [to(device_of("cuda", rank), weights_of(case, inputs, rank)) for inputs in steps]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with make_buffer(case, "cuda", 64) as first, make_buffer(case, "cuda", 64) as second:
+
+        def run(buffer: ep.Buffer, turn: int) -> torch.Tensor:
+            out = buffer.dispatch(*given[turn], layout="decode")
+            return buffer.combine(out.x, out.handle, weights=weights[turn]).x
+
+        alone = [[run(buffer, turn) for turn in range(turns)] for buffer in (first, second)]
+        torch.cuda.synchronize()
+        together = [[], []]
+        for turn in range(turns):
+            for b in (0, 1) if (rank + turn) % 2 else (1, 0):
+                with torch.cuda.stream(streams[b]):
+                    together[b].append(run((first, second)[b], turn))
+        torch.cuda.synchronize()
+        for b, turn in itertools.product((0, 1), range(turns)):
+            assert torch.equal(together[b][turn], alone[0][turn]), f"buffer {b}, turn {turn}"
+        assert all(map(torch.equal, *alone))
 
 
 def test_one_queue_to_the_gpu(monkeypatch):

@@ -206,9 +206,8 @@ class CudaEngine(Launches):
         # Kernels wait for messages, so NCCL has to find room beside them, and so has the kernel between two messages.
         kept = self._config.nccl_sms + 1 if wire == "nccl" else 0
         given = self._config.num_sms
-        # Blocks wait for other ranks, so all of them have to be on the GPU: by default those of two buffers at once, and of
-        # all ranks there.
-        most = max(2, self.all_sms // (1 if given else 2 * sharing) - kept)
+        # Blocks wait for other ranks, so all have to fit on the GPU: by default those of two buffers, of all its ranks.
+        most = self.all_sms // (1 if given else 2 * sharing) - kept
         self._sms = {layout: min(sms, most) for layout, sms in default_sms(given).items()}
         self.used_sms = self._sms["expert"] + kept
         return _rail_sms(self._topology, self._sms, wire)
