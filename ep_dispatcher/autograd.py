@@ -196,7 +196,7 @@ def buffer_of(ctx: Any) -> Buffer:
     return buffer
 
 
-def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, buffer: Buffer) -> None:
+def _keep_for_combine(ctx: Any, received: Received, buffer: Buffer, request: DispatchRequest) -> None:
     """Save for the backward of a dispatch, which is a combine."""
     ctx.save_for_backward(received.plan if request.plan is None else request.plan)
     ctx.num_tokens, ctx.num_rows = request.rows.shape[0], received.rows.shape[0]
@@ -204,7 +204,7 @@ def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, bu
     ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer.backward_note
 
 
-def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> None:
+def _keep_for_dispatch(ctx: Any, buffer: Buffer, request: CombineRequest) -> None:
     """Save for the backward of a combine, which is a dispatch."""
     ctx.save_for_backward(request.plan)
     ctx.num_tokens, ctx.num_rows, ctx.layout = request.num_tokens, request.y.shape[0], request.layout
@@ -293,7 +293,7 @@ class _EagerDispatch(torch.autograd.Function):
         received = _run_dispatch(buffer, request)
         made.append(received)
         ctx.set_materialize_grads(False)
-        _keep_for_combine(ctx, request, received, buffer)
+        _keep_for_combine(ctx, received, buffer, request)
         return received.rows, received.topk_weights, received.anchor
 
     @staticmethod
@@ -310,7 +310,7 @@ class _EagerCombine(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         combined = operation.run_combine(buffer, request)
         ctx.set_materialize_grads(False)
-        _keep_for_dispatch(ctx, request, buffer)
+        _keep_for_dispatch(ctx, buffer, request)
         return combined.x, combined.topk_weights
 
     @staticmethod
@@ -321,20 +321,10 @@ class _EagerCombine(torch.autograd.Function):
 _eager_dispatch, _eager_combine = plain_apply(_EagerDispatch), plain_apply(_EagerCombine)
 
 
-def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    buffer, request = _dispatch_inputs(inputs)
-    _keep_for_combine(ctx, request, Received(*output), buffer)
-
-
 def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     received = Received(*gradients)
     grad_rows, grad_weights = _dispatch_backward(ctx, received.rows, received.topk_weights, received.anchor)
     return grad_rows, None, None, grad_weights, *[None] * 7  # in the order of the operator's arguments
-
-
-def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    buffer, request = _combine_inputs(inputs)
-    _keep_for_dispatch(ctx, request, buffer)
 
 
 def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -351,7 +341,10 @@ dispatch_op = torch.library.custom_op(
     f"({', '.join(['Tensor'] * len(Received._fields))})",
 )
 dispatch_op.register_fake(_dispatch_fake)
-dispatch_op.register_autograd(_dispatch_op_backward, setup_context=_dispatch_op_setup)
+dispatch_op.register_autograd(
+    _dispatch_op_backward,
+    setup_context=lambda ctx, inputs, output: _keep_for_combine(ctx, Received(*output), *_dispatch_inputs(inputs)),
+)
 combine_op = torch.library.custom_op(
     "ep_dispatcher::combine",
     _combine_flat,
@@ -360,7 +353,9 @@ combine_op = torch.library.custom_op(
     "Tensor? after=None) -> (Tensor, Tensor)",
 )
 combine_op.register_fake(_combine_fake)
-combine_op.register_autograd(_combine_op_backward, setup_context=_combine_op_setup)
+combine_op.register_autograd(
+    _combine_op_backward, setup_context=lambda ctx, inputs, output: _keep_for_dispatch(ctx, *_combine_inputs(inputs))
+)
 
 
 def _keep_order(operator: CustomOpDef, small_output: int) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -548,13 +546,11 @@ class Buffer:
         state = "destroyed" if self._engine is None else self._engine.summary + ", suspended" * self.is_suspended
         return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={config.dtype}, {state})"
 
-    def __copy__(self) -> Buffer:
-        """Return this buffer itself: a connection has no copy."""
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Buffer:
         """Return this buffer itself: a deep copy of a module gets its own weights and shares the buffer."""
         return self
+
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -565,9 +561,7 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.destroy()
         except (ValueError, RuntimeError):  # a late error of an operation must not hide the first error
@@ -669,10 +663,7 @@ def _limit_s(timeout_s: float | None) -> float:
 
 
 def _check_same(everyone: list[dict[str, Any]]) -> None:
-    first = everyone[0]["same"]
-    for rank, name in itertools.product(range(len(everyone)), first):
-        other = everyone[rank]["same"][name]
-        if other != first[name]:
-            raise ValueError(
-                f"{name}: rank 0 gave {first[name]}, rank {rank} gave {other}; all ranks must give the same"
-            )
+    for rank, one in enumerate(everyone):
+        for name, first in everyone[0]["same"].items():
+            if (other := one["same"][name]) != first:
+                raise ValueError(f"{name}: rank 0 gave {first}, rank {rank} gave {other}; all ranks must give the same")

@@ -182,11 +182,10 @@ def buffer_bytes(
     shape = Shape(topology.num_nodes, topology.ranks_per_node, **sizes, mask_late_ranks=masks)
     checks.buffer_size(shape)
     checks.masks(shape, suspendable=False)
-    if engine == "cpu":
-        return BufferBytes(_C_cpu.region_bytes(shape.fill_sizes(_C_cpu.Config())), {})
-    check_cuda_sizes(topology, shape)
-    check_cuda_sms(topology.num_nodes, min(sms))
-    return cuda_bytes(shape, max(sms))
+    if engine == "cuda":
+        check_cuda_sizes(topology, shape)
+        check_cuda_sms(topology.num_nodes, min(sms))
+    return bytes_of(shape, engine, max(sms))
 
 
 def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
@@ -227,7 +226,9 @@ def check_cuda_sms(num_nodes: int, num_sms: int) -> int:
     return least
 
 
-def cuda_bytes(shape: Shape, num_sms: int) -> BufferBytes:
+def bytes_of(shape: Shape, engine: str, num_sms: int) -> BufferBytes:
     """Return the bytes of one rank, for any number of nodes, even for more than the engine serves."""
+    if engine == "cpu":
+        return BufferBytes(_C_cpu.region_bytes(shape.fill_sizes(_C_cpu.Config())), {})
     config = shape.cuda_config(_C_cpu.CudaConfig())
     return BufferBytes(_C_cpu.cuda_region_bytes(config), _C_cpu.cuda_state_bytes(config, num_sms))

@@ -51,21 +51,14 @@ def writable(argument: str, t: Tensor) -> None:
 
 def require_memory(argument: str, t: Tensor) -> None:
     """Raise ValueError unless a tensor has memory of its own for all of its elements."""
-    if not _has_memory(t):
-        given = f"a {type(t).__name__} {list(t.shape)} whose elements are not in memory"
-        checks.fail(argument, given, "a tensor whose storage is there, and as large as its shape")
-
-
-def _has_memory(t: Tensor) -> bool:
-    """Return whether a tensor has memory of its own for all of its elements."""
     if t.numel() == 0:
-        return True
+        return
     last = t.storage_offset() + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
     try:
         storage = t.untyped_storage()
-        return storage.data_ptr() != 0 and (last + 1) * t.itemsize <= storage.nbytes()
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # PyTorch's words for tensors that have no storage, or one without memory
-        return False
+        if storage.data_ptr() != 0 and (last + 1) * t.itemsize <= storage.nbytes():
+            return
+    except RuntimeError:  # PyTorch's words for tensors that have no storage, or one without memory
+        pass
+    given = f"a {type(t).__name__} {list(t.shape)} whose elements are not in memory"
+    checks.fail(argument, given, "a tensor whose storage is there, and as large as its shape")

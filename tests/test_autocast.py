@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import exhaustive, on_ranks
 from test_dispatch_combine import make_buffer
 from test_errors import assert_refused
-from test_experts import MAX_RECV_ROWS, MAX_TOKENS, layer, make_case, weights_of
+from test_experts import MAX_RECV_ROWS, MAX_TOKENS, given_to, layer, make_case, weights_of
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import device_of
@@ -47,10 +47,8 @@ def moe_mlp(cast, buffer: ep.Buffer, x, idx, weights, w1, w2) -> torch.Tensor:
 def test_it_casts_as_a_caller_would(rank, engine, function, dtype, compiled):
     """Bits of results and gradients, and the caller's own dtype of each gradient."""
     case, inputs = make_case(2, 2, dtype)
-    device, first = device_of(engine, rank), rank * case.experts_per_rank
-    own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
-    given = [t.to(device).float() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
-    idx = inputs.topk_idx[rank].to(device)
+    x, idx, *others = given_to(rank, engine, case, inputs)
+    given = [t.float() for t in (x, *others)]
 
     def run(call, cast, around) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in given]

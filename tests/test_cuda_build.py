@@ -82,18 +82,6 @@ def test_one_process_can_use_both_engines(modules):
     assert result.returncode == 0, result.stderr
 
 
-@needs_module
-def test_an_event_raises_errors_as_the_buffer_words_them():
-    from ep_dispatcher.engines.cuda.streams import StreamEvent
-
-    def synchronize():
-        raise ValueError("the engine's")
-
-    owner = SimpleNamespace(explained=lambda error: ValueError(f"explained: {error}"))
-    with pytest.raises(ValueError, match="explained: the engine's"):
-        StreamEvent(SimpleNamespace(synchronize=synchronize), owner).synchronize()
-
-
 @pytest.fixture
 def host_side():
     """An engine whose kernels never run, and the fields of the report that they would write."""

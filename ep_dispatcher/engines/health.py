@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 
 from ep_dispatcher import checks
 
@@ -63,9 +62,7 @@ class Operation:
             health._leave(self)  # noqa: SLF001
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 self._health._end_inside(self, error)  # noqa: SLF001

@@ -31,7 +31,7 @@ def say(text: str) -> None:
 # Outside of compiled graphs: a host waits here with a limit, and looks for late ranks. No operator could do more for a
 # graph, because sizes on the host depend on the result.
 @torch.compiler.disable(reason="ranks agree on their hosts, with a time limit")
-def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup, *, about: str, note: str) -> None:
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup, *, about: str, note: str = "") -> None:
     """Reduce a tensor on the CPU in place, as ``dist.all_reduce``. It is complete on return, with any backend.
 
     Through NCCL the host would wait for all earlier work of the GPU, and a missing rank would leave a kernel that waits

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -235,9 +234,7 @@ class _Operations:
             self.side.wait_stream(self.main)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_between = 0 < self.num_launched < self.num_operations
         if error is not None and is_between and self.engine is not None and not isinstance(error, ValueError):
             self.engine.give_up("ran the experts of a layer", error)

@@ -40,11 +40,6 @@ _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode"
 _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
 
 
-def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
-    """Return (address, bytes per row) of the arrays whose rows travel together."""
-    return [(address_of(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
-
-
 def _require_memory(arguments: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
     """Refuse tensors whose storage somebody has made too small: reading behind its end can end the process."""
     for argument, t in zip(arguments, tensors):
@@ -139,7 +134,8 @@ class CpuEngine(Engine):
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)
         c, rail, num_rows = self._c, self._rail, request.num_rows
-        arrays, weights, num_tokens = _arrays(request), address_of(request.topk_weights), request.rows.shape[0]
+        weights, num_tokens, together = address_of(request.topk_weights), request.rows.shape[0], request[:2]
+        arrays = [(address_of(t), t.shape[1] * t.itemsize) for t in together if t is not None]  # bytes of a row
         c.num_scales = 0 if request.scales is None else request.scales.shape[1]
         with self._operation("dispatch", request.plan, num_tokens, num_rows) as step:
             if request.plan is None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.engines.base import Combined, Received
-from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import Event
 
 if TYPE_CHECKING:
@@ -113,10 +112,8 @@ class StreamEvent(Event):
 
         After a ValueError the buffer stays usable if all ranks call this before their next operation.
         """
-        try:
+        with self._buffer.errors_explained():
             self._engine.synchronize()
-        except (PeerTimeoutError, ValueError) as error:
-            raise self._buffer.explained(error)  # noqa: B904  # it has its cause
 
     def query(self) -> bool:
         return self._engine.idle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from ep_dispatcher import checks
@@ -48,7 +48,9 @@ class Masks:
         with meet() as gather:
             epochs = gather("call", settled, waits_for_peers=True)
             try:
-                gather("masks", partial(begin_again, _last(epochs)))
+                # Those of the CPU engine have 32 bits, and may wrap around.
+                last = max(epochs, key=lambda epoch: (epoch - epochs[0] + 2**31) % 2**32)
+                gather("masks", partial(begin_again, last))
                 gather("masks of the other ranks", lambda: None)
             except BaseException as error:  # some ranks may have reset, and others not
                 failure = partial(
@@ -61,9 +63,3 @@ class Masks:
             if self.is_out:
                 self.is_out = False
                 self._health.recover()
-
-
-def _last(epochs: Sequence[int]) -> int:
-    """Return the latest of the ranks' epochs. Those of the CPU engine have 32 bits, and may wrap around."""
-    first = epochs[0]
-    return max(epochs, key=lambda epoch: (epoch - first + 2**31) % 2**32)

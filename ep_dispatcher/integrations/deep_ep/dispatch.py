@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher import checks, envs
+from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, carrying, make_items, say_missing, set_num_rows
 from ep_dispatcher.integrations.deep_ep.layout import (
@@ -113,6 +114,6 @@ def _gather(pool: Pool, routing: Routing, expert_alignment: int) -> tuple[Tensor
     own = torch.cat([routing.num_tokens_per_rank, routing.num_tokens_per_expert]).cpu().long()
     everyone = own.new_zeros(num_ranks, own.numel())
     everyone[rank] = own
-    pool.agree(everyone, dist.ReduceOp.SUM, "gather the counts")
+    all_reduce(everyone, dist.ReduceOp.SUM, pool.group, about="gather the counts")
     mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[rank]
     return everyone[:, :num_ranks].cumsum(0), [-(-n // expert_alignment) * expert_alignment for n in mine.tolist()]

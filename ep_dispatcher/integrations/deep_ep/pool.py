@@ -188,15 +188,11 @@ class Pool:
             source = f"num_worst_tokens / ranks = {most}; or set EP_DISPATCHER_MAX_TOKENS_PER_RANK"
         else:
             agreed = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
-            self.agree(agreed, dist.ReduceOp.MAX, "agree on the number of tokens")
+            all_reduce(agreed, dist.ReduceOp.MAX, self.group, about="agree on the number of tokens")
             return self.sized(key, max(1, int(agreed)))
         if num_tokens > most:
             checks.fail("x", f"{num_tokens} tokens", f"up to {source}")
         return self.sized(key, most)
-
-    def agree(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, about: str) -> None:
-        """Reduce a tensor on the CPU in place, over all ranks. PeerTimeoutError if one does not arrive."""
-        all_reduce(tensor, op, self.group, about=about, note="")
 
     def destroy(self) -> None:
         """Destroy all buffers, then raise late errors of their last operations. Collective."""

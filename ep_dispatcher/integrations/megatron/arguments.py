@@ -101,7 +101,11 @@ def max_tokens_per_rank(config: Any) -> int | None:
 
 
 def flag(name: str) -> str:
-    return "--" + (PREFIX + name).replace("_", "-")
+    return flag_of(PREFIX + name)
+
+
+def flag_of(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def check(config: Any) -> None:

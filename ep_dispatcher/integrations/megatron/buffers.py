@@ -20,6 +20,7 @@ from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import arguments, capacity, limits, registration, routing
+from ep_dispatcher.memory import bytes_of, default_sms
 from ep_dispatcher.topology import registered_group
 
 logger = logging.getLogger(__name__)
@@ -177,17 +178,7 @@ def _announce(buffer: MegatronBuffer) -> None:
 
     active, config = registration.active(), buffer.config
     replaced = 0 if active is None else len(active.replaced)
-    memory = ep.buffer_bytes(
-        num_ranks=config.topology.num_ranks,
-        ranks_per_node=config.topology.ranks_per_node,
-        hidden=config.hidden,
-        num_experts=config.num_experts,
-        num_topk=config.num_topk,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        dtype=config.dtype,
-        num_sms=config.num_sms,
-        engine=buffer.engine,
-    )
+    memory = bytes_of(config, buffer.engine, max(default_sms(config.num_sms).values()))
     print(
         f"ep_dispatcher {ep.__version__} carries the tokens of megatron-core {megatron.core.__version__} "
         f"(replaced there: {replaced} functions and fields). First buffer: {buffer}, "

@@ -12,6 +12,7 @@ import torch
 from ep_dispatcher import checks
 from ep_dispatcher.errors import TooFewRowsError, again
 from ep_dispatcher.integrations.megatron import arguments
+from ep_dispatcher.integrations.megatron.arguments import flag_of
 
 # Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -41,7 +42,7 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
     num_sms(config)
     for name, value in _changed(config, UNSUPPORTED).items():
         default = type(config).__dataclass_fields__[name].default
-        checks.fail(_flag(name), value, f"{default} with this dispatcher: {UNSUPPORTED[name]}")
+        checks.fail(flag_of(name), value, f"{default} with this dispatcher: {UNSUPPORTED[name]}")
     columns = config.moe_router_topk * expert_tp
     if columns > checks.MAX_TOPK:
         times = f" x --expert-tensor-parallel-size {expert_tp}" if expert_tp > 1 else ""
@@ -68,7 +69,7 @@ def graph_modules(config) -> tuple[str, list[str]]:
     """
     values = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
     given = {name: value for name, value in values.items() if value is not None}
-    return _flag(next(iter(given), "cuda_graph_impl")), re.findall(r"\w+", str([*given.values()]))
+    return flag_of(next(iter(given), "cuda_graph_impl")), re.findall(r"\w+", str([*given.values()]))
 
 
 def captured_experts(config) -> tuple[str, str] | None:
@@ -128,9 +129,9 @@ def num_sms(config) -> int | None:
         return ours
     given = _changed(config, SMS_FIELDS)
     for name, value in given.items():
-        checks.integer(_flag(name), value, 1)
+        checks.integer(flag_of(name), value, 1)
         if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
-            checks.fail(_flag(name), f"{value} beside {given}", "one number of multiprocessors")
+            checks.fail(flag_of(name), f"{value} beside {given}", "one number of multiprocessors")
     overlaps = arguments.given(config, "overlap") or any(getattr(config, name, False) for name in OVERLAPS)
     return next(iter(given.values()), None if overlaps else ALONE_SMS)
 
@@ -140,10 +141,6 @@ def _changed(config, names: Iterable[str]) -> dict[str, Any]:
     fields = type(config).__dataclass_fields__
     given = {name: getattr(config, name) for name in names if name in fields}
     return {name: value for name, value in given.items() if value != fields[name].default}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def expert_alignment(config) -> int:

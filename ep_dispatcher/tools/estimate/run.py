@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ep_dispatcher.checks import ROW_GRANULARITY, fail
-from ep_dispatcher.memory import DEFAULT_SMS, BufferBytes, Shape, cuda_bytes, default_sms
+from ep_dispatcher.memory import DEFAULT_SMS, BufferBytes, Shape, bytes_of, default_sms
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
 from ep_dispatcher.tools.estimate.traffic import (
@@ -65,7 +65,7 @@ class Job:
         nodes, local = sizes.nodes, sizes.gpus_per_node
         shape = Shape(nodes, local, sizes.experts, sizes.topk, self.buffer_tokens, sizes.hidden, self.dtype)
         num_sms = self.machine.num_sms
-        return cuda_bytes(shape, max(default_sms(None if num_sms == DEFAULT_SMS else num_sms).values()))
+        return bytes_of(shape, "cuda", max(default_sms(None if num_sms == DEFAULT_SMS else num_sms).values()))
 
     def cost(
         self, operation: str, counts: Counts, row: Row | None = None, *, nccl: str | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ep_dispatcher.integrations.megatron import arguments as of_dispatcher
+from ep_dispatcher.integrations.megatron.arguments import flag_of
 from ep_dispatcher.tools.benchmark.harness import number
 
 # Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as
@@ -104,15 +105,11 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
     args, rest = parser.parse_known_args(argv)
     dests = {options["dest"] for options in flags.values()}
     settings = {name: value for name, value in vars(args).items() if name in dests}
-    known = [*flags, *(_flag(name) for name in vars(args))]
+    known = [*flags, *(flag_of(name) for name in vars(args))]
     ours = {n: value for n, value in vars(args).items() if n.startswith(of_dispatcher.PREFIX) and value is not None}
     run = Run(args, settings, ours, num_ranks, cpu, transformer_engine, _unused(rest, known))
     _complete(run)
     return run
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _flags_of_megatron() -> dict[str, dict[str, Any]]:
@@ -122,18 +119,18 @@ def _flags_of_megatron() -> dict[str, dict[str, Any]]:
     fields = {one.name: one for one in dataclasses.fields(TransformerConfig)}
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
     numbers = [*(f"{name}_size" for name in sizes), "hidden_size", "num_experts", "seq_length", "micro_batch_size"]
-    found: dict[str, dict[str, Any]] = {_flag(name): dict(dest=name, type=number(int, 1)) for name in numbers}
+    found: dict[str, dict[str, Any]] = {flag_of(name): dict(dest=name, type=number(int, 1)) for name in numbers}
     for name in ("swiglu", "squared_relu", "quick_geglu", "no_bias_swiglu_fusion", "no_bias_gelu_fusion"):
-        found[_flag(name)] = dict(dest=name, action="store_true")
+        found[flag_of(name)] = dict(dest=name, action="store_true")
     for name in {"cuda_graph_scope", "cuda_graph_modules"} & fields.keys():
-        found[_flag(name)] = dict(dest=name, nargs="*")
+        found[flag_of(name)] = dict(dest=name, nargs="*")
     found["--fp8-param-gather"] = dict(dest="fp8_param", action="store_true")
     found["--moe-router-load-balancing-type"] = dict(dest="moe_router_load_balancing_type", nargs="+")
     found["--moe-aux-loss-coeff"] = dict(dest="moe_aux_loss_coeff", nargs="+", type=float)
     for name, one in fields.items():
-        if _flag(name) in found or not concerns_moe(name):
+        if flag_of(name) in found or not concerns_moe(name):
             continue
-        options, flags = _options(one.type), [_flag(name)]
+        options, flags = _options(one.type), [flag_of(name)]
         if options == {"type": bool}:
             options = {"action": "store_false" if one.default is True else "store_true"}
             flags = [f"--no-{flags[0][2:]}", f"--disable-{flags[0][2:]}"] if one.default is True else flags
@@ -260,7 +257,7 @@ def _activation(run: Run) -> None:
     settings = run.settings
     kinds = {"swiglu": (F.silu, True), "squared_relu": (squared_relu, False), "quick_geglu": (quick_gelu, True)}
     given = [name for name in kinds if settings.pop(name, False)]
-    _demand(len(given) < 2, " ".join(map(_flag, given)), "together", "one activation")
+    _demand(len(given) < 2, " ".join(map(flag_of, given)), "together", "one activation")
     no_swiglu_fusion, no_fusion = (settings.pop(f"no_bias_{name}_fusion", False) for name in ("swiglu", "gelu"))
     if given:
         settings["activation_func"], settings["gated_linear_unit"] = kinds[given[0]]
@@ -285,7 +282,7 @@ def _leave_out_kernels(run: Run, why: str) -> None:
     _demand(latent is None or has_te, "--moe-latent-size", latent, "nothing without Transformer Engine")
     for name in ("moe_permute_fusion", "moe_router_fusion", "moe_use_legacy_grouped_gemm"):
         if settings.pop(name, False):
-            run.changes.append(f"{_flag(name)} left out: {why}")
+            run.changes.append(f"{flag_of(name)} left out: {why}")
     if settings.pop("moe_grouped_gemm", False):
         run.changes.append(f"--moe-grouped-gemm left out: {why} the experts are SequentialMLP")
         modules = settings.get("recompute_modules", [])
@@ -331,5 +328,5 @@ def reference_settings(run: Run) -> dict[str, Any]:
         lacking.append("moe_shared_expert_overlap")
     for name in lacking:
         if settings.pop(name, None):
-            run.changes.append(f"{_flag(name)}: not in the reference, {run.reference} does not have it")
+            run.changes.append(f"{flag_of(name)}: not in the reference, {run.reference} does not have it")
     return settings
