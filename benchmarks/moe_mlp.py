@@ -17,8 +17,8 @@ fullest part of a rank.
 NCCL needs a GPU for each rank. Its splits are fixed: its host knows all counts in advance (all_to_all_layer.py).
 
 --ranks-per-node makes virtual nodes. EP_DISPATCHER_WIRE_GBPS=50 gives the peer wire between them the rate of a card of
-400 Gb/s per rank (docs/nodes.md). NCCL does not know of virtual nodes: it sends all rows through NVLink, without a
-pace. So compare with it on one node only.
+400 Gb/s per rank (docs/performance.md). NCCL does not know of virtual nodes: it sends all rows through NVLink, without
+a pace. So compare with it on one node only.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@
     python benchmarks/paced_wire.py --only-at --sms 4,6,8,12 --rail-sms 1,2,3,4 --graphs 3 --seconds 80
     python benchmarks/paced_wire.py --layout rank --sms-at 8
 
-The wire is the peer wire of the CUDA engine, paced by EP_DISPATCHER_WIRE_GBPS (docs/nodes.md): 50 GB/s per rank stand
-for a card of 400 Gb/s. Ideally an operation takes no longer than its wire. So each time is compared with the wire's own
-time: the bytes that the slowest rank sends to other nodes, rows and lists, over the rate. There are two series: all of
---sms at the rate of --at, and all of --rates with the multiprocessors of --sms-at. A time is that of one operation
-among ten in a CUDA graph, on the slowest rank, the median of several graphs. Writes JSON, and beside it the chart.
+The wire is the peer wire of the CUDA engine, paced by EP_DISPATCHER_WIRE_GBPS (docs/performance.md): 50 GB/s per rank
+stand for a card of 400 Gb/s. Ideally an operation takes no longer than its wire. So each time is compared with the
+wire's own time: the bytes that the slowest rank sends to other nodes, rows and lists, over the rate. There are two
+series: all of --sms at the rate of --at, and all of --rates with the multiprocessors of --sms-at. A time is that of one
+operation among ten in a CUDA graph, on the slowest rank, the median of several graphs. Writes JSON, and beside it the
+chart.
 """
 
 from __future__ import annotations

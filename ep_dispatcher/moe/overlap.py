@@ -43,7 +43,7 @@ from ep_dispatcher.moe.grouped_mlp import Kept, Mlp, Parameters, checked_mlp, gr
 if TYPE_CHECKING:
     from ep_dispatcher.engines.cuda.engine import CudaEngine
 
-# The smallest max_tokens_per_rank of a buffer for two parts by default. Measured in docs/nodes.md.
+# The smallest max_tokens_per_rank of a buffer for two parts by default. Measured in docs/performance.md.
 MIN_TOKENS = 2048
 _PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps of a part: these, and the plan
 
