@@ -23,7 +23,7 @@ DEFAULT_SMS = 24
 # In decode layout little runs beside an operation. With 128 tokens on 2 H200, dispatch and combine in a CUDA graph took
 # 66 us with 24 multiprocessors, 51 with 64, 49 with 128.
 DECODE_SMS = 64
-DEFAULT_NCCL_SMS, MAX_NCCL_SMS = 4, 32  # of NCCL, for the NCCL wire; enough for a network card of 400 Gb/s
+DEFAULT_NCCL_SMS, MAX_NCCL_SMS = 4, 32  # of NCCL, for the NCCL wire; 36 GB/s through NVLink on H200
 
 # Between nodes each rank of the node has slots for the partial sums of so many tokens at a time, of all rail peers
 # together. So slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is
