@@ -50,7 +50,7 @@ def find_buffer(buffer_id: str) -> Buffer:
 def _end_operations() -> None:
     """Let daemon threads leave their operations: Python would end them inside, which aborts the process."""
     for buffer in list(_buffers.values()):
-        if buffer._engine is not None and buffer._engine.health.is_busy:  # noqa: SLF001
+        if not buffer.is_destroyed and buffer.live_engine().health.is_busy:
             buffer.destroy()
 
 

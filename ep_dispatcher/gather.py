@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ep_dispatcher._version import __version__
 from ep_dispatcher.errors import PeerTimeoutError, is_peer_failure
-from ep_dispatcher.threads import StoreHangs, in_thread, raise_if_ending
+from ep_dispatcher.threads import StoreHangs, await_at_exit, in_thread, raise_if_ending
 
 T = TypeVar("T")
 
@@ -297,6 +298,7 @@ class Gather:
             raise
 
     def __enter__(self) -> Gather:
+        self._wait_no_longer = await_at_exit(threading.get_ident())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -309,6 +311,7 @@ class Gather:
                 raise
         finally:
             self._store, self._put_back, self._own_error = None, lambda: None, None
+            self._wait_no_longer()
 
     # ---- calls to the store, all in threads of their own ----------------------------------------------------------
 

@@ -1,10 +1,11 @@
-"""Calls of PyTorch in threads of their own, with a limit, and the end of these threads before Python's.
+"""Calls of PyTorch in threads of their own, with a limit, and the end of threads before Python's.
 
 A call to a store whose host hangs never returns. While a thread waits in one, Python's signal handlers run in another.
 
 When Python ends, it lets daemon threads run on, and ends each where it comes back from a call into C++. The destructors
 there do not stand that: the process aborts ("terminate called without an active exception"). So every such thread of
-this package is started here, and ``atexit`` waits for it.
+this package is started here, and ``atexit`` waits for it. It also waits for a thread of the user that is inside a call
+of this package: not only until the call returns, since even freeing a tensor calls C++, but until the thread ends.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
 
-EXIT_S = 10.0  # how long the end of the process waits for the threads: a call to a host that hangs may never return
+EXIT_S = 10.0  # how long the end of the process waits for the threads: some may never end
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object] | None] = weakref.WeakKeyDictionary()
 _ending = False
@@ -34,6 +36,15 @@ def start(run: Callable[[], object], name: str, stop: Callable[[], object] | Non
     _threads[thread] = stop
     thread.start()
     return thread
+
+
+def await_at_exit(thread_id: int) -> Callable[[], object]:
+    """Let the end of the process wait for a thread of the user. Return a function that takes this back."""
+    for thread in threading.enumerate():
+        if thread.ident == thread_id and thread not in _threads and not isinstance(thread, threading._DummyThread):  # noqa: SLF001
+            _threads[thread] = None
+            return partial(_threads.pop, thread, None)
+    return lambda: None  # it is waited for already, or C++ has started it, and Python cannot wait for it
 
 
 def in_thread(call: Callable[[], T], limit_s: float) -> T:
@@ -65,8 +76,14 @@ def raise_if_ending() -> None:
 def _wait_for_all() -> None:
     global _ending
     _ending, end = True, time.monotonic() + EXIT_S
-    for stop in list(_threads.values()):
+    for thread in _living():
+        stop = _threads.get(thread)
         if stop is not None:
             stop()
-    for thread in list(_threads):
-        thread.join(max(0.0, end - time.monotonic()))
+    while (living := _living()) and (left := end - time.monotonic()) > 0:  # they may start others
+        living[0].join(left)
+
+
+def _living() -> list[threading.Thread]:
+    refs = _threads.keyrefs()  # unlike an iterator, this stands it that other threads change the dictionary
+    return [thread for ref in refs if (thread := ref()) is not None and thread.is_alive()]

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 COMMON = """
-    import contextlib, os, sys, threading, time
+    import contextlib, functools, os, sys, threading, time
     from datetime import timedelta
     import torch
     import torch.distributed as dist
@@ -22,11 +22,17 @@ COMMON = """
         def __del__(self, sleep=time.sleep):
             sleep(3)
 
-    def make(store, **options):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    join = functools.partial(dist.init_process_group, "gloo", rank=rank, world_size=2)
+
+    def make(**options):
         return ep.Buffer(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, engine="cpu", **options)
 
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    client, other_client = (dist.TCPStore("127.0.0.1", port, is_master=False) for _ in range(2))
+
+    def be_slow(seconds):
+        # Inside PyTorch. A thread that comes back from there after the end of Python aborts the process.
+        with contextlib.suppress(RuntimeError):
+            other_client.wait(["nothing"], timedelta(seconds=seconds))
 """
 
 # The store answers late when a rank says that it has left the exchange: the thread that asks outlives the making.
@@ -36,33 +42,36 @@ SLOW_STORE = """
             return self
         def add(self, key, number):
             if key.endswith("/left"):
-                with contextlib.suppress(RuntimeError):
-                    other_client.wait(["nothing"], timedelta(seconds=4))
+                be_slow(4)
             return client.add(key, number)
 
     for name in ("set", "get", "check", "wait", "compare_set", "multi_get"):
         setattr(Slow, name, lambda self, *args, name=name: getattr(client, name)(*args))
 
-    other_client = dist.TCPStore("127.0.0.1", port, is_master=False)
     slow = Slow()
-    buffer = make(slow)
+    join(store=slow)
+    buffer = make()
     buffer.destroy()
     print("made", flush=True)
     sys.at_the_end = SlowEnd()
 """
 
-# A daemon thread waits for another node, which ends meanwhile.
+# A daemon thread waits for another node, which ends meanwhile. The thread outlives its call: it frees what it holds.
 INSIDE = """
-    buffer = make(client, ranks_per_node=1, timeout_s=60)
+    join(store=client)
+    buffer = make(ranks_per_node=1, timeout_s=60)
 
     def dispatch():
         with contextlib.suppress(RuntimeError):
             x = torch.zeros(8, 64, dtype=torch.bfloat16, device="cpu")
             buffer.dispatch(x, torch.zeros(8, 2, dtype=torch.int64, device="cpu") + torch.arange(2, device="cpu"))
+        be_slow(1)
 
     if rank == 0:
         threading.Thread(target=dispatch, daemon=True).start()
-        time.sleep(1)  # it is inside
+        while not buffer.live_engine().health.is_busy:
+            time.sleep(0.1)
+        time.sleep(0.5)  # it waits
         print("made", flush=True)
         client.set("ends", "")
         sys.at_the_end = SlowEnd()
@@ -73,8 +82,31 @@ INSIDE = """
         os._exit(0)  # the wait of rank 0 ends by that
 """
 
+# A daemon thread makes a buffer. The other rank arrives when the process has begun to end.
+MAKING = """
+    join(store=client)
+    make().destroy()
+    if rank == 0:
+        threading.Thread(target=make, kwargs=dict(timeout_s=20), daemon=True).start()
+        while all(thread.name != "ep_dispatcher call" for thread in threading.enumerate()):
+            time.sleep(0.01)  # until it waits for the other rank
+        client.set("ends", "")
+        sys.at_the_end = SlowEnd()
+    else:
+        client.wait(["ends"], timedelta(seconds=60))
+        time.sleep(1)
+        make(timeout_s=20)
+    print("made", flush=True)
+"""
 
-@pytest.mark.parametrize("script", [SLOW_STORE, INSIDE], ids=["slow store", "daemon thread in an operation"])
+SCRIPTS = {
+    "slow store": SLOW_STORE,
+    "daemon thread in an operation": INSIDE,
+    "daemon thread makes a buffer": MAKING,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_the_exit_code_is_0(script):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = textwrap.dedent(COMMON) + textwrap.dedent(script)

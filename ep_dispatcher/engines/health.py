@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, threads
 
 LOOK_S = 1.0  # how often a watching thread looks
 
@@ -158,6 +158,8 @@ class Health:
             if inside is not None:
                 interrupt()
                 if inside.thread != threading.get_ident():
+                    if not threading.main_thread().is_alive():  # the process ends
+                        threads.await_at_exit(inside.thread)
                     self._changed.wait_for(lambda: self._inside is None)
             if self._inside is None:
                 self._release()
