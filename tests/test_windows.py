@@ -37,7 +37,8 @@ def narrow(rank: int, chunk: int, chunks: int, num_sms: int | None, run, *given)
         patch.setattr(memory.Shape, "window_chunk", property(lambda shape: chunk))
         patch.setattr(memory, "WINDOW_CHUNKS", chunks)
         if num_sms is not None:
-            patch.setattr(memory, "DEFAULT_SMS", num_sms)
+            for name in ("DEFAULT_SMS", "DECODE_SMS"):
+                patch.setattr(memory, name, num_sms)
         return run(rank, *given)
 
 
