@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ import pytest
 import torch
 from commands import ROOT
 
+import ep_dispatcher as ep
 from ep_dispatcher import engines
 from ep_dispatcher.errors import PeerTimeoutError
 
@@ -80,6 +82,19 @@ def test_one_process_can_use_both_engines(modules):
     code = f"from ep_dispatcher import {modules}"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@needs_module
+def test_an_event_raises_errors_as_the_buffer_words_them():
+    from ep_dispatcher.engines.cuda.streams import StreamEvent
+
+    def synchronize():
+        raise ValueError("the engine's")
+
+    owner = SimpleNamespace(explained=lambda error: ValueError(f"explained: {error}"))
+    owner.errors_explained = partial(ep.Buffer.errors_explained, owner)
+    with pytest.raises(ValueError, match="explained: the engine's"):
+        StreamEvent(SimpleNamespace(synchronize=synchronize), owner).synchronize()
 
 
 @pytest.fixture
