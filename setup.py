@@ -5,7 +5,7 @@ built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 
 and EP_DISPATCHER_CUDA_ARCHS="90;100" says for which GPUs; unset: for those here, and a wheel for all.
 The module for several hosts is built when NVSHMEM is found too, in NVSHMEM_HOME or as the package nvidia-nvshmem-cu13
 (or cu12); EP_DISPATCHER_NVSHMEM is 1 or 0 likewise. EP_DISPATCHER_STAMPS=1 builds kernels that keep when their steps
-end, for benchmarks/time_line.py; EP_DISPATCHER_PACE=1 builds a peer wire with a pace (EP_DISPATCHER_WIRE_GBPS).
+end, for benchmarks/time_line.py.
 """
 
 import functools
@@ -30,8 +30,8 @@ from setuptools.command.install_lib import install_lib
 # No -march=native: a wheel has to run on any machine of its platform.
 # Pybind11Extension adds -std=c++17 and -fvisibility=hidden.
 # No product is fused with a sum: every machine rounds alike.
-COMPILE_FLAGS = ["-O3", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra"]
-LINK_FLAGS = ["-fopenmp"]
+COMPILE_FLAGS = ["-O3", "-ffp-contract=off", "-Wall", "-Wextra"]
+LINK_FLAGS = ["-ldl"]  # for a glibc older than 2.34
 # nvcc compiles and links the whole module, so that it finds its own headers and libraries.
 NVCC_FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
@@ -52,14 +52,12 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 # by nvcc 13.0 on an AMD EPYC (`time`, user).
 NVCC_SECONDS, NVCC_LONGEST_SECONDS = 10, 20
 
-NO_NVCC = "no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda"
 NVCC_FAILED = "nvcc failed (above). EP_DISPATCHER_CUDA=0 builds without the CUDA engine; with it, a CUDA toolkit that "
 NVCC_FAILED += "knows compute_90 and PTX 8.4 (12.4 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
 
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
 COMPILER_CHECKS = [
     ("compile C++17", "int main() { if constexpr (true) return 0; }", "install one: apt-get install g++"),
-    ("use OpenMP", "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }", "use g++ (set CC and CXX)"),
     ("find Python.h", "#include <Python.h>\nint main() { return 0; }", "install it: apt-get install python3-dev"),
 ]
 
@@ -78,8 +76,17 @@ def switch(name):
 
 
 def measuring_flags():
-    """Flags of nvcc for kernels with stamps (csrc/cuda/device/stamps.h), or with a pace (csrc/cuda/rail/pace.cuh)."""
-    return [f"-DEP_{name}" for name in ("STAMPS", "PACE") if switch(f"EP_DISPATCHER_{name}") == "1"]
+    """Flags of nvcc for kernels with stamps (csrc/cuda/device/stamps.h)."""
+    return ["-DEP_STAMPS"] if switch("EP_DISPATCHER_STAMPS") == "1" else []
+
+
+def load(name):
+    """A file of ep_dispatcher/tools as a module, without the package, which imports PyTorch."""
+    path = Path(__file__).resolve().parent / f"ep_dispatcher/tools/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def find_nvcc():
@@ -87,11 +94,9 @@ def find_nvcc():
     wanted = switch("EP_DISPATCHER_CUDA")
     if wanted == "0":
         return None
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    paths = [shutil.which("nvcc"), *(shutil.which(os.path.join(home, "bin", "nvcc")) for home in homes if home)]
-    found = next((path for path in paths if path), None)
+    found = load("nvcc").find()
     if wanted == "1" and found is None:
-        raise SystemExit("EP_DISPATCHER_CUDA=1, but there is no nvcc; install the CUDA toolkit, or set CUDA_HOME")
+        raise SystemExit(f"EP_DISPATCHER_CUDA=1, but there is no nvcc; {load('nvcc').FIX}")
     return found
 
 
@@ -139,6 +144,15 @@ def find_nvshmem():
     return found
 
 
+def headers_of(ext):
+    """What the files of a module include; of NVSHMEM also its library of device code."""
+    if ext.name != NVSHMEM_MODULE:
+        return {*ext.depends}
+    folder = Path(find_nvshmem())
+    found = [*folder.glob("include/**/*.h*"), *folder.glob("lib/libnvshmem_device.a")]
+    return {*ext.depends, *map(str, found)}
+
+
 def nvshmem_link_flags(folder):
     """The library of the host is found at run time where it lies now, or where PyTorch has loaded it from."""
     lib = Path(folder, "lib")
@@ -153,11 +167,36 @@ def cccl_folders():
     return [str(path) for path in (home / "include/cccl", *home.glob("targets/*/include/cccl")) if path.is_dir()]
 
 
+@functools.cache
 def version_of(program):
     """The path of a compiler, and what it says of itself."""
     path = shutil.which(program)
     said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.strip() if path else ""
     return f"{path}: {said}"
+
+
+def values_of(variables):
+    return [f"{name}={os.environ.get(name, '')}" for name in variables]
+
+
+@functools.cache  # every object file of a module includes the same headers
+def hash_of(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def described(facts, paths):
+    """Facts and a hash of every file, as text. pybind11 stands in another folder in every build with isolation."""
+    lines = [*facts, *(f"{path}: {hash_of(path)}" for path in sorted(paths))]
+    return "\n".join(lines).replace(pybind11.get_include(), f"pybind11 {pybind11.__version__}") + "\n"
+
+
+def description_of(path):
+    """Where it stands what a file of the build is made of."""
+    return Path(f"{path}.made_of.txt")
+
+
+def forget(path):
+    description_of(path).unlink(missing_ok=True)
 
 
 def max_jobs():
@@ -185,76 +224,119 @@ class BuildExt(build_ext):
         switches, flags and compilers, and sources that replace others can be older.
         """
         target = Path(self.get_ext_fullpath(ext.name))
-        folder = Path(self.get_finalized_command("build").build_base, "modules", target.name)
-        kept, description, made_of = folder / target.name, folder / "made_of.txt", self.made_of(ext)
-        folder.mkdir(parents=True, exist_ok=True)
+        kept = self.folder("modules", target.name) / target.name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
-        if not self.force and kept.exists() and description.exists() and description.read_text() == made_of:
+        made_of = self.made_of(ext)
+        if self.is_there(kept, made_of):
             print(f"ep_dispatcher build: {ext.name} is there from the last build, made of the same", flush=True)
         else:
-            description.unlink(missing_ok=True)
+            forget(kept)
             if ext.name == CPU_MODULE:
                 super().build_extension(ext)
                 shutil.copy(target, kept)
             else:
-                self.build_cuda(ext, folder, kept)
-            description.write_text(made_of)
+                self.link_cuda(ext, self.compile_cuda(ext), kept)
+            description_of(kept).write_text(made_of)
         shutil.copy(kept, target)
+
+    def folder(self, *names):
+        """A folder of the build that later builds find again."""
+        folder = Path(self.get_finalized_command("build").build_base, *names)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def is_there(self, path, made_of):
+        """Whether an earlier build has left this file, made of the same."""
+        description = description_of(path)
+        return not self.force and path.exists() and description.exists() and description.read_text() == made_of
 
     def made_of(self, ext):
         """All that decides how a module comes out, as text: commands, versions, and a hash of every file."""
-        lines = [sys.version, f"pybind11 {pybind11.__version__}"]
-        variables = COMPILER_VARIABLES if ext.name == CPU_MODULE else (*COMPILER_VARIABLES, *NVCC_VARIABLES)
-        lines += [f"{name}={os.environ.get(name, '')}" for name in variables]
-        paths = {*ext.sources, *ext.depends, "setup.py"}
+        facts = [sys.version, f"pybind11 {pybind11.__version__}", f"LDFLAGS={os.environ.get('LDFLAGS', '')}"]
         if ext.name == CPU_MODULE:
+            facts += values_of(COMPILER_VARIABLES)
             commands = {name: getattr(self.compiler, name, None) for name in self.compiler.executables}
-            lines += [f"{name}: {command}" for name, command in sorted(commands.items())]
-            lines += [f"{self.compiler.include_dirs} {ext.include_dirs} {ext.extra_compile_args} {ext.extra_link_args}"]
-            lines += [version_of(self.cxx_command()[0])]
+            facts += [f"{name}: {command}" for name, command in sorted(commands.items())]
+            facts += [f"{self.compiler.include_dirs} {ext.include_dirs} {ext.extra_compile_args} {ext.extra_link_args}"]
+            facts += [version_of(self.cxx_command()[0])]
         else:
-            command = self.nvcc_command(ext)
-            host = command[command.index("-ccbin") + 1] if "-ccbin" in command else "gcc"
-            lines += [f"{command} {ext.extra_link_args}", version_of(command[0]), version_of(host)]
-        if ext.name == NVSHMEM_MODULE:
-            paths |= {str(path) for path in Path(find_nvshmem(), "include").rglob("*.h*")}
-            paths |= {str(path) for path in Path(find_nvshmem(), "lib").glob("libnvshmem_device.a")}
-        lines += [f"{path}: {hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sorted(paths)]
-        # With build isolation pybind11 lies in a new folder each time; its version says which it is.
-        return "\n".join(lines).replace(pybind11.get_include(), "pybind11") + "\n"
+            facts += [*self.facts_of_nvcc(ext), f"{self.python_includes()} {ext.extra_link_args}"]
+        return described(facts, {*ext.sources, *headers_of(ext), "setup.py"})
 
     def cxx_command(self):
         return getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)  # older setuptools have one
 
     def nvcc_command(self, ext):
-        """nvcc with all flags that compile and link."""
+        """nvcc with all flags that compile and link, but for the headers of Python."""
         flags = [*NVCC_FLAGS, *architecture_flags(find_nvcc()), *ext.extra_compile_args]
         command = [find_nvcc(), *flags, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
         if os.environ.get("CXX"):
             command += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
-        return [*command, *(f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs])]
+        return [*command, *(f"-I{path}" for path in ext.include_dirs)]
 
-    def build_cuda(self, ext, folder, module):
-        """Compiles every file into the folder and links the module, by nvcc."""
-        nvcc, jobs = self.nvcc_command(ext), max_jobs()
-        objects = [str(folder / (Path(source).name + ".o")) for source in ext.sources]
-        commands = [[*nvcc, "-c", source, "-o", to] for source, to in zip(ext.sources, objects)]
-        codes = architectures(nvcc[0])
-        minutes = len(codes) * max(NVCC_SECONDS * len(commands) / jobs, NVCC_LONGEST_SECONDS) / 60
-        release = re.search(r"release [\d.]+", version_of(nvcc[0]))
-        compiler = f"{nvcc[0]} ({release[0]})" if release else nvcc[0]
+    def python_includes(self):
+        """Flags for the headers that bindings include, and kernels do not."""
+        return [f"-I{path}" for path in (pybind11.get_include(), *self.compiler.include_dirs)]
+
+    def facts_of_nvcc(self, ext):
+        """What decides how nvcc compiles and links, beside the files and Python's headers."""
+        command = self.nvcc_command(ext)
+        host = command[command.index("-ccbin") + 1] if "-ccbin" in command else "gcc"
+        variables = values_of((*COMPILER_VARIABLES, *NVCC_VARIABLES))
+        return [*variables, str(command), version_of(command[0]), version_of(host)]
+
+    def compile_cuda(self, ext):
+        """Compiles every file by nvcc, unless it is there from an earlier build. Returns the object files.
+
+        Kernels know nothing of Python, so the builds for all its versions share them.
+        """
+        folder, jobs = self.folder("objects", ext.name), max_jobs()
+        nvcc, facts, headers = self.nvcc_command(ext), self.facts_of_nvcc(ext), headers_of(ext)
+        objects, work = [], []
+        for source in ext.sources:
+            command, path = [*nvcc, "-c", source], folder / f"{Path(source).name}.o"
+            if Path(source).name.startswith("bindings"):
+                command += self.python_includes()
+                path = path.with_suffix(f".{sys.implementation.cache_tag}.o")
+            made_of = described([*facts, str(command)], {source, *headers})
+            objects.append(path)
+            if not self.is_there(path, made_of):
+                work.append((command, path, made_of))
+        if work:
+            self.say_what_nvcc_does(ext, len(work))
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(self.compile_file, work))
+        return objects
+
+    def compile_file(self, work):
+        """Compiles one file, and keeps what ptxas says of its kernels: registers and spills."""
+        command, path, made_of = work
+        forget(path)
+        said = self.run_nvcc([*command, "-o", str(path)])
+        path.with_suffix(".ptxas.txt").write_text(said)
+        description_of(path).write_text(made_of)
+
+    def link_cuda(self, ext, objects, module):
+        """Links a module by nvcc. LDFLAGS are flags of the C++ compiler, as for the CPU module."""
+        given = shlex.split(os.environ.get("LDFLAGS", ""))
+        given = [f"-Xlinker={flag[4:]}" if flag.startswith("-Wl,") else f"-Xcompiler={flag}" for flag in given]
+        command = [*self.nvcc_command(ext), "-shared", *map(str, objects), *ext.extra_link_args, *given]
+        self.run_nvcc([*command, "-o", str(module)])
+
+    def say_what_nvcc_does(self, ext, num_files):
+        nvcc, jobs = find_nvcc(), max_jobs()
+        codes = architectures(nvcc)
+        minutes = len(codes) * max(NVCC_SECONDS * num_files / jobs, NVCC_LONGEST_SECONDS) / 60
+        release = re.search(r"release [\d.]+", version_of(nvcc))
+        compiler = f"{nvcc} ({release[0]})" if release else nvcc
         for line in (
-            f"compiling {len(commands)} files with {compiler}, {min(jobs, len(commands))} at a time",
+            f"compiling {num_files} files with {compiler}, {min(jobs, num_files)} at a time",
             f"code for compute capability {' and '.join(codes)}, and PTX of the first (EP_DISPATCHER_CUDA_ARCHS)",
             f"takes about {minutes:.1f} minutes, by {NVCC_SECONDS} s a file as measured on a core of an AMD EPYC",
             "EP_DISPATCHER_CUDA=0 builds without it, and then runs on CPUs alone",
         ):
             print(f"ep_dispatcher build: {ext.name}: {line}", flush=True)
-        with ThreadPoolExecutor(jobs) as pool:
-            outputs = list(pool.map(self.run_nvcc, commands))
-        (folder / "ptxas.txt").write_text("\n".join(outputs))  # registers and spills of every kernel
-        self.run_nvcc([*nvcc, "-shared", *objects, *ext.extra_link_args, "-o", str(module)])
 
     def copy_extensions_to_source(self):
         """Also takes the modules away that this build leaves out; one that was compiled by hand stays, with a line."""
@@ -283,7 +365,7 @@ class BuildExt(build_ext):
         version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
         print(f"ep_dispatcher build: Python {sys.version.split()[0]}, compiler {command[0]}: {version}")
         if find_nvcc() is None:
-            why = "EP_DISPATCHER_CUDA=0" if switch("EP_DISPATCHER_CUDA") == "0" else NO_NVCC
+            why = "EP_DISPATCHER_CUDA=0" if switch("EP_DISPATCHER_CUDA") == "0" else f"no nvcc in {load('nvcc').PLACES}"
             print(f"ep_dispatcher build: without the CUDA engine: {why}")
         for ext in self.extensions:
             print(f"ep_dispatcher build: {ext.name} from {len(ext.sources)} files: {' '.join(ext.sources)}")
@@ -297,7 +379,7 @@ class BuildExt(build_ext):
             source = Path(folder, "check.cpp")
             for what, text, fix in COMPILER_CHECKS:
                 source.write_text(text + "\n")
-                args = [*command, "-std=c++17", "-fopenmp", *includes, "-c", str(source), "-o", f"{folder}/check.o"]
+                args = [*command, "-std=c++17", *includes, "-c", str(source), "-o", f"{folder}/check.o"]
                 try:
                     result = subprocess.run(args, capture_output=True, text=True)
                     failed, reason = result.returncode != 0, result.stderr.strip()
@@ -326,7 +408,7 @@ def extensions():
         return [cpu]
     sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*/*.cu")
     headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cuda/**/*.h", "csrc/cuda/**/*.cuh")
-    include_dirs = ["csrc", pybind11.get_include()]
+    include_dirs = ["csrc"]
     cuda = Extension(
         CUDA_MODULE,
         sources,
@@ -353,18 +435,21 @@ def extensions():
 def long_description():
     """README.md, for the page of a package index, where links into the repository would lead nowhere.
 
-    With Source in [project.urls] they lead there, else only their text stays.
+    With Source in [project.urls] they lead there, else only their text stays, and of pictures nothing.
     """
     source = re.search(r'^Source *= *"(.*?)/*"', Path("pyproject.toml").read_text(), re.MULTILINE)
 
     def outside(match):
-        text, target = match.groups()
+        picture, text, target = match.groups()
         if "://" in target:
             return match[0]
-        return f"[{text}]({source[1]}/{'README.md' if target.startswith('#') else ''}{target})" if source else text
+        if source:
+            page = "README.md" if target.startswith("#") else ""
+            return f"{picture}[{text}]({source[1]}/{page}{target})"
+        return "" if picture else text
 
     parts = re.split(r"^(```.*?^```)", Path("README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    parts[::2] = [re.sub(r"\[([^\[\]]+)\]\(([^()\s]+)\)", outside, part) for part in parts[::2]]  # not in code
+    parts[::2] = [re.sub(r"(!?)\[([^\[\]]+)\]\(([^()\s]+)\)", outside, part) for part in parts[::2]]  # not in code
     return "".join(parts)
 
 
