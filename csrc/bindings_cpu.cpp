@@ -1,6 +1,7 @@
 // The module _C_cpu. Python gets messages as memoryviews.
 #include "bindings.h"
 #include "cpu/engine.h"
+#include "cpu/parallel.h"
 #include "cpu/sum_rows.h"
 #include "cuda/region.h"
 #include "cuda/state.h"
@@ -70,6 +71,7 @@ PYBIND11_MODULE(_C_cpu, m) {
   static py::exception<PeerLate> peer_late(m, "PeerLate");
   static py::exception<MaskedByPeer> masked_by_peer(m, "MaskedByPeer");
   static py::exception<Refused> refused(m, "Refused");
+  static py::exception<BadPeerData> bad_peer_data(m, "BadPeerData");
   py::register_local_exception<Interrupted>(m, "Interrupted");
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
@@ -84,6 +86,14 @@ PYBIND11_MODULE(_C_cpu, m) {
       py::object instance = static_cast<py::object&>(masked_by_peer)(masked.what());
       instance.attr("phase") = masked.phase;
       PyErr_SetObject(masked_by_peer.ptr(), instance.ptr());
+    } catch (const BadPeerData& bad) {
+      py::object instance = static_cast<py::object&>(bad_peer_data)(bad.what());
+      instance.attr("rank") = bad.rank;
+      instance.attr("field") = bad.field;
+      instance.attr("found") = bad.found;
+      instance.attr("least") = bad.least;
+      instance.attr("most") = bad.most;
+      PyErr_SetObject(bad_peer_data.ptr(), instance.ptr());
     } catch (const Refused& facts) {
       py::object instance = static_cast<py::object&>(refused)(facts.what());
       instance.attr("kind") = facts.kind;
@@ -126,6 +136,9 @@ PYBIND11_MODULE(_C_cpu, m) {
   });
   // Return the number of int32 of the largest plan with `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
+
+  // Return the path of the OpenMP library whose threads are used, "" if there is none.
+  m.def("openmp_library", &openmp_library);
 
   // Memory of one rank before it is allocated, also that of the CUDA engine: bytes by kind of array.
   m.def("region_bytes",
@@ -210,7 +223,8 @@ PYBIND11_MODULE(_C_cpu, m) {
           },
           Unlocked())
       .def(
-          "start_plan", [](Engine& e, Address plan) { e.start_plan(pointer<int32_t>(plan)); }, Unlocked())
+          "start_plan",
+          [](Engine& e, Address plan, size_t elements) { e.start_plan(pointer<int32_t>(plan), elements); }, Unlocked())
       .def("outgoing_lists", &Engine::outgoing_lists)
       .def("incoming_lists", &Engine::incoming_lists)
       .def("lists_arrived", &Engine::lists_arrived)

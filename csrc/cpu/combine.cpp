@@ -5,6 +5,7 @@
 
 #include "cpu/engine.h"
 #include "cpu/huge_pages.h"
+#include "cpu/parallel.h"
 #include "cpu/sum_rows.h"
 
 namespace ep::cpu {
@@ -43,12 +44,10 @@ void Engine::push(int node, const CombineArgs& args) {
     const Slots& slots = inbox_holding(source).slots;
     const Payload payload = weighted_ ? payload_of(source) : Payload{};
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
-#pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
-    {
+    parallel_for(num_threads_, begin, end, [&](int first, int last) {
       std::vector<const char*> rows(num_topk);
       std::vector<float> row_weights(num_topk);
-#pragma omp for
-      for (int item = begin; item < end; ++item) {
+      for (int item = first; item < last; ++item) {
         const size_t slot = plan_.item_slot[item];
         const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
         const int num_rows = expert_rows ? end_copy - first_copy : 1;
@@ -67,7 +66,7 @@ void Engine::push(int node, const CombineArgs& args) {
           weights[k] = args.topk_weights[expert_rows ? row : row * num_topk + k];
         }
       }
-    }
+    });
     const int inbox_rank = config_.rank_at[this->node() * config_.ranks_per_node + local];
     traffic_.bytes_written[inbox_rank] += (end - begin) * (row_bytes + (has_weights ? config_.weights_bytes() : 0));
     if (weighted_) traffic_.bytes_read[inbox_rank] += (end - begin) * config_.weights_bytes();
@@ -85,15 +84,13 @@ Span Engine::reduce(int node, bool has_weights) {
   Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
-  *sums.calls = {own_call(), other_call_};  // the receiver gets no Call of other ranks of this node
+  *sums.calls = {own_call_, other_call_};  // the receiver gets no Call of other ranks of this node
   if (disagrees_) return {data, sizeof(SenderCalls)};
 
   // Sum the slots of each of the rail peer's tokens.
-#pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
-  {
+  parallel_for(num_threads_, 0, num_rows, [&](int first, int last) {
     std::vector<const char*> rows(config_.max_partials());
-#pragma omp for
-    for (int row = 0; row < num_rows; ++row) {
+    for (int row = first; row < last; ++row) {
       const size_t begin = slot_begin[row], num_slots = slot_begin[row + 1] - begin;
       for (size_t j = 0; j < num_slots; ++j) rows[j] = slots.rows + (begin + j) * row_bytes;
       sum_rows(rows.data(), nullptr, static_cast<int>(num_slots), sums.rows[0] + row * row_bytes, config_.hidden,
@@ -103,7 +100,7 @@ Span Engine::reduce(int node, bool has_weights) {
       std::fill_n(weights, num_topk, 0.0f);
       for (size_t j = 0; j < num_slots; ++j) merge_weights(weights, slots.weights + (begin + j) * num_topk, num_topk);
     }
-  }
+  });
   return {data, c.size()};
 }
 
@@ -128,18 +125,19 @@ void Engine::sum(const CombineArgs& args) {
     Cursor c(sums_in_[m].get());
     sums_of_node.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.num_sent_rows[m]));
     if (m == node()) continue;
-    compare(sums_of_node[m].calls->sender);
-    compare(sums_of_node[m].calls->other);
+    const SenderCalls calls = *sums_of_node[m].calls;
+    const int sender = rank_at(m, config_.local_rank);
+    check_number(sender, "the rank of the other call", calls.other.rank, 0, config_.num_ranks() - 1);
+    compare(calls.sender, sender);
+    compare(calls.other, static_cast<int>(calls.other.rank));
   }
   agree();
 
   const std::vector<int> masked = this->masked();
   // Sum the slots and the other nodes' sums of each token, in the order of nodes.
-#pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
-  {
+  parallel_for(num_threads_, 0, num_tokens, [&](int first, int last) {
     std::vector<const char*> rows(config_.max_partials() + config_.num_nodes);
-#pragma omp for
-    for (int t = 0; t < num_tokens; ++t) {
+    for (int t = first; t < last; ++t) {
       float* weights = has_weights ? args.out_weights + static_cast<size_t>(t) * num_topk : nullptr;
       if (weights) std::fill_n(weights, num_topk, 0.0f);
       int n = 0;
@@ -165,7 +163,7 @@ void Engine::sum(const CombineArgs& args) {
       }
       sum_rows(rows.data(), nullptr, n, args.out + t * row_bytes, config_.hidden, config_.dtype);
     }
-  }
+  });
 }
 
 }  // namespace ep::cpu

@@ -4,6 +4,7 @@
 
 #include "cpu/engine.h"
 #include "cpu/huge_pages.h"
+#include "cpu/parallel.h"
 
 namespace ep::cpu {
 
@@ -19,9 +20,9 @@ void Engine::stage(const DispatchArgs& args) {
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, args.num_tokens);
   for (size_t i = 0; i < args.rows.size(); ++i) {
     const size_t bytes = args.rows[i].bytes_per_row;
-#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
-    for (int t = 0; t < args.num_tokens; ++t)
-      std::memcpy(payload.rows[i] + t * bytes, args.rows[i].data + t * bytes, bytes);
+    parallel_for(num_threads_, 0, args.num_tokens, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) std::memcpy(payload.rows[i] + t * bytes, args.rows[i].data + t * bytes, bytes);
+    });
   }
   if (has_weights_) std::memcpy(payload.weights, args.topk_weights, args.num_tokens * config_.weights_bytes());
   raise_flag(own().staged[node()], epoch_);
@@ -33,20 +34,21 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
   Cursor c(message_memory(memory, node, max_payload_bytes(config_)));
   char* const data = memory[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_sent_rows[node]);
-  *payload.calls = {own_call(), own_call()};  // receivers get a payload from every rank of this node
+  *payload.calls = {own_call_, own_call_};  // receivers get a payload from every rank of this node
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
-#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
-  for (int t = 0; t < args.num_tokens; ++t) {
-    const size_t to = sent_row[t], from = t;
-    if (sent_row[t] < 0) continue;
-    for (size_t i = 0; i < args.rows.size(); ++i) {
-      const size_t bytes = args.rows[i].bytes_per_row;
-      std::memcpy(payload.rows[i] + to * bytes, args.rows[i].data + from * bytes, bytes);
+  parallel_for(num_threads_, 0, args.num_tokens, [&](int begin, int end) {
+    for (int t = begin; t < end; ++t) {
+      const size_t to = sent_row[t], from = t;
+      if (sent_row[t] < 0) continue;
+      for (size_t i = 0; i < args.rows.size(); ++i) {
+        const size_t bytes = args.rows[i].bytes_per_row;
+        std::memcpy(payload.rows[i] + to * bytes, args.rows[i].data + from * bytes, bytes);
+      }
+      if (has_weights_)
+        std::memcpy(payload.weights + to * config_.num_topk, args.topk_weights + from * config_.num_topk,
+                    config_.weights_bytes());
     }
-    if (has_weights_)
-      std::memcpy(payload.weights + to * config_.num_topk, args.topk_weights + from * config_.num_topk,
-                  config_.weights_bytes());
-  }
+  });
   return {data, c.size()};
 }
 
@@ -97,28 +99,29 @@ void Engine::pull(int node, const PullArgs& args) {
     const Payload payload = payload_of(source);
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
     const bool masked = is_masked(local);  // masked since the plan was made: write zeros
-#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
-    for (int item = begin; item < end; ++item) {
-      const size_t from = plan_.payload_row[item];
-      const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
-      const int end_row = expert_rows ? end_copy : first_copy + 1;  // rank layout: one row for all copies
-      for (size_t r = 0; r < args.out.size(); ++r) {
-        const size_t bytes = bytes_per_row_[r];
-        for (int copy = first_copy; copy < end_row; ++copy) {
-          char* const to = args.out[r] + plan_.output_row[copy] * bytes;
-          if (masked)
-            std::memset(to, 0, bytes);
-          else
-            std::memcpy(to, payload.rows[r] + from * bytes, bytes);
+    parallel_for(num_threads_, begin, end, [&](int first, int last) {
+      for (int item = first; item < last; ++item) {
+        const size_t from = plan_.payload_row[item];
+        const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
+        const int end_row = expert_rows ? end_copy : first_copy + 1;  // rank layout: one row for all copies
+        for (size_t r = 0; r < args.out.size(); ++r) {
+          const size_t bytes = bytes_per_row_[r];
+          for (int copy = first_copy; copy < end_row; ++copy) {
+            char* const to = args.out[r] + plan_.output_row[copy] * bytes;
+            if (masked)
+              std::memset(to, 0, bytes);
+            else
+              std::memcpy(to, payload.rows[r] + from * bytes, bytes);
+          }
+        }
+        for (int copy = first_copy; copy < end_copy; ++copy) {
+          const size_t row = plan_.output_row[copy], entry = row * num_topk + plan_.copy_k[copy];
+          if (args.out_weights)
+            args.out_weights[expert_rows ? row : entry] = payload.weights[from * num_topk + plan_.copy_k[copy]];
+          if (args.out_topk_idx) args.out_topk_idx[entry] = plan_.copy_expert[copy];
         }
       }
-      for (int copy = first_copy; copy < end_copy; ++copy) {
-        const size_t row = plan_.output_row[copy], entry = row * num_topk + plan_.copy_k[copy];
-        if (args.out_weights)
-          args.out_weights[expert_rows ? row : entry] = payload.weights[from * num_topk + plan_.copy_k[copy]];
-        if (args.out_topk_idx) args.out_topk_idx[entry] = plan_.copy_expert[copy];
-      }
-    }
+    });
     traffic_.bytes_read[config_.rank_at[this->node() * config_.ranks_per_node + local]] += (end - begin) * item_bytes;
   }
 }

@@ -1,6 +1,7 @@
 #include "cpu/engine.h"
 
 #include <algorithm>
+#include <string>
 
 namespace ep::cpu {
 namespace {
@@ -32,15 +33,13 @@ Engine::Engine(Config config, int64_t buffer_uid, void (*on_look)())
   traffic_.bytes_read.resize(config_.num_ranks());
   traffic_.bytes_written.resize(config_.num_ranks());
   waited_ns_.resize(config_.num_ranks());
-  if (config_.masks) {
-    lists_memory_.resize(config_.num_ranks());
-    for (int source = 0; source < config_.num_ranks(); ++source) {
-      Cursor size;
-      carve_counts(size, config_);
-      Cursor c(counts_memory_.emplace_back(size.size()).data());
-      counts_.push_back(carve_counts(c, config_));
-    }
+  for (int source = 0; source < config_.num_ranks(); ++source) {
+    Cursor size;
+    carve_counts(size, config_);
+    Cursor c(counts_memory_.emplace_back(size.size()).data());
+    counts_.push_back(carve_counts(c, config_));
   }
+  if (config_.masks) lists_memory_.resize(config_.num_ranks());
 }
 
 void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
@@ -49,7 +48,11 @@ void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
     processes_.emplace_back(pids[local]);
     char* base = own_memory_.data();
     if (local != config_.local_rank) {
-      peer_memory_.push_back(SharedMemory::attach(pids[local], fds[local], own_memory_.size()));
+      try {
+        peer_memory_.push_back(SharedMemory::attach(fds[local], own_memory_.size()));
+      } catch (const std::runtime_error& error) {
+        throw std::runtime_error("rank " + std::to_string(rank_at(node(), local)) + ": " + error.what());
+      }
       base = peer_memory_.back().data();
     }
     Cursor c(base);
@@ -166,6 +169,9 @@ void Engine::check_plan(const int32_t* block, size_t elements, int64_t num_token
       !is_count(head->num_reduced, most_tokens) ||
       (carve_plan(end, config_, head), end.size() > elements * sizeof(*block)))
     throw std::invalid_argument("handle: given a plan of other sizes, allowed: the handle as its dispatch returned it");
+  if (head->checksum != checksum_of(head, end.size()))
+    throw std::invalid_argument(
+        "handle: given a plan that was changed, allowed: the handle as its dispatch returned it");
 }
 
 Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const {
@@ -177,7 +183,7 @@ Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t al
 // Write this rank's Call for the peers of the node. The Call of two epochs ago may be overwritten: every peer has begun
 // the last epoch, and so has compared the Calls of the epoch before.
 void Engine::announce(const Call& call) {
-  own().calls[epoch_ % 2] = call;
+  own_call_ = own().calls[epoch_ % 2] = call;
   raise_flag(own().called[0], epoch_);
   for (Call& seen : calls_) seen.rank = -1;
   other_call_ = calls_[call.rank] = call;
@@ -197,8 +203,8 @@ void Engine::compare_on_node(const char* phase) {
   for (int local = 0; local < config_.ranks_per_node; ++local) {
     if (is_masked(local)) continue;
     const Call call = regions_[local].calls[epoch_ % 2];
-    in_step = in_step && call.in_step_with(own_call());
-    compare(call);
+    compare(call, rank_at(node(), local));
+    in_step = in_step && call.in_step_with(own_call_);
   }
   if (config_.num_nodes == 1) return agree();
   if (in_step) return;
@@ -210,10 +216,10 @@ void Engine::compare_on_node(const char* phase) {
   }
 }
 
-// Record the Call of another rank, and whether it differs from this rank's.
-void Engine::compare(const Call& theirs) {
-  calls_[theirs.rank] = theirs;
-  if (theirs.differs_from(own_call()) == Call::kNumFields) return;
+void Engine::compare(const Call& theirs, int rank) {
+  check_call(theirs, rank);
+  calls_[rank] = theirs;
+  if (theirs.differs_from(own_call_) == Call::kNumFields) return;
   if (!disagrees_) other_call_ = theirs;
   disagrees_ = true;
 }
@@ -221,9 +227,10 @@ void Engine::compare(const Call& theirs) {
 // Compare the Calls in front of another node's payloads. They have arrived.
 void Engine::compare_payloads(int node) {
   if (node == this->node()) return;
-  for (const Region& peer : regions_) {
-    Cursor c(peer.inbox[node].payload);
-    compare(carve_calls(c)->sender);
+  for (int local = 0; local < config_.ranks_per_node; ++local) {
+    Cursor c(regions_[local].inbox[node].payload);
+    const Call sender = carve_calls(c)->sender;
+    compare(sender, rank_at(node, local));
   }
 }
 
@@ -240,6 +247,10 @@ void Engine::agree() const {
     throw Refused("disagreement", {call.rank, call.given[field], first->rank, first->given[field]},
                   Call::kNames[field]);
   }
+  // A rank has given one Call here and another one there, which is not kept.
+  const int field = other_call_.differs_from(own_call_);
+  const int64_t own = own_call_.given[field];
+  throw BadPeerData(static_cast<int>(other_call_.rank), Call::kNames[field], other_call_.given[field], own, own);
 }
 
 char* Engine::message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes) {

@@ -1,6 +1,7 @@
 // The CPU engine of one rank: the steps of dispatch and combine inside a node. Python calls them in the order below,
 // and moves the messages between nodes. A step in brackets is there only with several nodes. A step may wait for peers
-// of the node; it then throws PeerLate at the deadline of the operation.
+// of the node; it then throws PeerLate at the deadline of the operation. A step that reads what other ranks have
+// written checks it, and throws BadPeerData.
 //
 //   dispatch  begin, route, [own_counts], stage, [counts_arrived], count, start_plan, [outgoing_lists, pack_payload,
 //             lists_arrived], finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node,
@@ -20,6 +21,7 @@
 #include "cpu/args.h"
 #include "cpu/call.h"
 #include "cpu/config.h"
+#include "cpu/peer_data.h"
 #include "cpu/plan.h"
 #include "cpu/process.h"
 #include "cpu/region.h"
@@ -65,9 +67,10 @@ class Engine {
   // Return [num_ranks]: how long this operation has waited for flags about each rank.
   const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
 
-  // Return the descriptor of this rank's shared memory. The ranks of a node exchange process numbers and descriptors.
+  // Return the descriptor of this rank's shared memory. The ranks of a node pass theirs to each other.
   int fd() const { return own_memory_.fd(); }
-  // Map the shared memory of all ranks of the node; both arrays are [ranks_per_node].
+  // Map the shared memory of all ranks of the node. Both arrays are [ranks_per_node]: processes, and descriptors that
+  // this process has got from them (its own entries are not read).
   void attach(const std::vector<int>& pids, const std::vector<int>& fds);
   // Close the descriptor, once all peers have attached.
   void close_fd() { own_memory_.close_fd(); }
@@ -92,8 +95,8 @@ class Engine {
   // Unmask all ranks, and count epochs on from `epoch`, no smaller than that of any rank. All ranks of the node do this
   // between two operations, and begin none before all have done it.
   void unmask(uint32_t epoch);
-  // Throw std::invalid_argument when another buffer made the plan, or when its sizes are not those of the handle: this
-  // rank's tokens, and rows of the output. elements: int32 that the plan's memory holds.
+  // Throw std::invalid_argument when another buffer made the plan, when its sizes are not those of the handle (this
+  // rank's tokens, and rows of the output), or when somebody has changed it. elements: int32 that its memory holds.
   void check_plan(const int32_t* plan, size_t elements, int64_t num_tokens, int64_t num_rows) const;
 
   // ---- dispatch
@@ -118,8 +121,8 @@ class Engine {
   Span incoming_lists(int node) const;
   // Signal this node: the message is complete.
   void lists_arrived(int node);
-  // Begin the plan [OutputSizes::plan_elements]: write the part for pack_payload.
-  void start_plan(int32_t* plan);
+  // Begin the plan, whose memory has room for `elements` int32: write the part for pack_payload.
+  void start_plan(int32_t* plan, size_t elements);
   // Wait for all lists, then write the rest of the plan.
   void finish_plan();
   // Write the plan's tokens per local expert, and its rows per local expert (with padding).
@@ -161,20 +164,19 @@ class Engine {
   // Return this rank's Call of the operation under way.
   Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
   void announce(const Call& call);
-  void compare(const Call& theirs);
+  // Check and record the Call of `rank`, and whether it differs from this rank's.
+  void compare(const Call& theirs, int rank);
   void compare_payloads(int node);
 
-  const Call& own_call() const { return own().calls[epoch_ % 2]; }
+  int rank_at(int node, int local) const { return config_.rank_at[node * config_.ranks_per_node + local]; }
   const Region& own() const { return regions_[config_.local_rank]; }
   const Inbox& inbox_holding(int source) const { return regions_[local_of_[source]].inbox[node_of_[source]]; }
   int node() const { return config_.node; }
   int num_experts_local() const { return config_.num_local_experts(); }
   // Return whether this rank has masked local rank `local`.
   bool is_masked(int local) const { return config_.masks && own().masked[local].epoch.load() != 0; }
-  // Return the counts of `source`: with masks this rank's copy, without tokens if the source is masked.
-  const Counts& counts_of(int source) const { return config_.masks ? counts_[source] : inbox_holding(source).counts; }
-  // Copy the counts of all sources; later their lists. A rank that has masked this one may overwrite its own at any
-  // time: then throw MaskedByPeer.
+  // Copy the counts of all other sources, and check the copies; with masks copy their lists later. A rank that has
+  // masked this one may overwrite its own at any time: then throw MaskedByPeer.
   void copy_counts();
   void copy_lists();
   // Take all tokens from the counts of a masked source.
@@ -197,7 +199,8 @@ class Engine {
   void (*on_look_)();
   std::atomic<bool> stopped_{false};
 
-  // With masks, [num_ranks]: copies of counts and lists, and their memory.
+  // [num_ranks] Counts of the dispatch under way: of this rank, and copies of those of the others. Without tokens for a
+  // masked rank. With masks also copies of the lists.
   std::vector<Counts> counts_;
   std::vector<std::vector<char>> counts_memory_, lists_memory_;
 
@@ -210,11 +213,13 @@ class Engine {
   int64_t deadline_ns_ = 0, timeout_ns_ = 0;
   int num_threads_ = 1;
   Plan plan_{};
-  PlanHead new_head_{};  // of the plan to come; written by count, read by start_plan
+  size_t plan_bytes_ = 0;  // of a new plan
+  PlanHead new_head_{};    // of the plan to come; written by count, read by start_plan
   const int64_t* topk_idx_ = nullptr;
   std::vector<size_t> bytes_per_row_;
   bool has_weights_ = false;
   bool weighted_ = false;    // a combine of decode layout
+  Call own_call_{};          // of this rank; its peers read a copy
   std::vector<Call> calls_;  // [num_ranks] Calls of this epoch; Call::rank is -1 for one not seen yet
   Call other_call_{};        // the first Call seen to differ from this rank's; until then this rank's own
   bool disagrees_ = false;

@@ -53,9 +53,9 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
 
   // Count tokens by expert, rank and node.
   const int num_nodes = config_.num_nodes, per_node = config_.ranks_per_node;
-  const Counts& counts = own().inbox[node()].counts;
+  const Counts& counts = counts_[config_.rank];
   *counts.start = {};
-  counts.start->call = own_call();
+  counts.start->call = own_call_;
   counts.start->max_recv_rows = args.max_recv_rows;
   counts.start->num_tokens = args.num_tokens;
   std::fill_n(counts.node_tokens, num_nodes, 0);
@@ -75,6 +75,8 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
     }
   }
   counts.node_tokens[node()] = args.num_tokens;  // its payload is the staging, with all tokens
+  const std::vector<char>& own_counts = counts_memory_[config_.rank];
+  std::copy(own_counts.begin(), own_counts.end(), incoming_counts(node()).data);  // for the other ranks
 
   // Lay out the lists of every node: the counts are their sizes.
   struct Cursors {  // where the next entries of one node's lists go
@@ -142,10 +144,10 @@ void Engine::counts_arrived(int node) { raise_flag(own().counted[node], epoch_);
 OutputSizes Engine::count() {
   compare_on_node("counts");
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::counted, m, "counts");
-  if (config_.masks) copy_counts();
-  for (int source = 0; source < config_.num_ranks(); ++source) compare(counts_of(source).start->call);
+  copy_counts();
+  for (int source = 0; source < config_.num_ranks(); ++source) compare(counts_[source].start->call, source);
   agree();
-  const Counts::Start& mine = *own().inbox[node()].counts.start;
+  const Counts::Start& mine = *counts_[config_.rank].start;
   const int64_t alignment = mine.call.given[Call::kAlignment], layout = mine.call.given[Call::kLayout];
   const int experts = num_experts_local();
   std::vector<int64_t> needs;  // (rows needed, max_recv_rows) of each rank
@@ -155,17 +157,17 @@ OutputSizes Engine::count() {
   new_head_ = {};
   for (int rank = 0; rank < config_.num_ranks(); ++rank) {
     int64_t items = 0, copies = 0, padded = 0;
-    for (int source = 0; source < config_.num_ranks(); ++source) items += counts_of(source).rank_tokens[rank];
+    for (int source = 0; source < config_.num_ranks(); ++source) items += counts_[source].rank_tokens[rank];
     for (int e = rank * experts; e < (rank + 1) * experts; ++e) {
       int64_t tokens = 0;
-      for (int source = 0; source < config_.num_ranks(); ++source) tokens += counts_of(source).expert_tokens[e];
+      for (int source = 0; source < config_.num_ranks(); ++source) tokens += counts_[source].expert_tokens[e];
       copies += tokens;
       padded += round_up(tokens, alignment);
     }
     const int64_t needed = layout == static_cast<int64_t>(Layout::kExpert)   ? padded
                            : layout == static_cast<int64_t>(Layout::kDecode) ? config_.decode_rows()
                                                                              : items;
-    const int64_t given = counts_of(rank).start->max_recv_rows;
+    const int64_t given = counts_[rank].start->max_recv_rows;
     if (needed > INT32_MAX) throw Refused("too_many_rows", {alignment, rank, needed});
     if (copies > INT32_MAX) throw Refused("too_many_choices", {rank, copies});
     too_few = too_few || (given >= 0 && needed > given);
@@ -184,7 +186,8 @@ OutputSizes Engine::count() {
   new_head_.layout = static_cast<int32_t>(layout);
   new_head_.expert_alignment = static_cast<int32_t>(alignment);
   new_head_.num_tokens = mine.num_tokens;
-  for (int m = 0; m < config_.num_nodes; ++m) new_head_.num_reduced += own().inbox[m].counts.node_tokens[node()];
+  for (int m = 0; m < config_.num_nodes; ++m)
+    new_head_.num_reduced += counts_[rank_at(m, config_.local_rank)].node_tokens[node()];
   Cursor c;
   carve_plan(c, config_, &new_head_);
   return {new_head_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};
@@ -192,6 +195,7 @@ OutputSizes Engine::count() {
 
 void Engine::copy_counts() {
   for (int source = 0; source < config_.num_ranks(); ++source) {
+    if (source == config_.rank) continue;
     if (is_masked(local_of_[source])) {
       clear_counts(source);
     } else {
@@ -199,50 +203,54 @@ void Engine::copy_counts() {
       std::copy_n(from, counts_memory_[source].size(), counts_memory_[source].data());
     }
   }
-  check_not_masked("counts");
+  check_not_masked("counts");  // before the checks: such copies may be mixed
+  for (int source = 0; source < config_.num_ranks(); ++source)
+    check_counts(config_, counts_[source], source, node_of_[source]);
 }
 
 void Engine::copy_lists() {
   for (int source = 0; source < config_.num_ranks(); ++source) {
-    if (is_masked(local_of_[source])) clear_counts(source);
+    const bool masked = is_masked(local_of_[source]);
+    if (masked) clear_counts(source);
     Cursor size;
     carve_lists(size, config_, counts_[source], node());
-    lists_memory_[source].assign(inbox_holding(source).lists, inbox_holding(source).lists + size.size());
+    const char* from = inbox_holding(source).lists;
+    if (masked)
+      lists_memory_[source].assign(size.size(), 0);
+    else
+      lists_memory_[source].assign(from, from + size.size());
   }
   check_not_masked("lists");
 }
 
 void Engine::clear_counts(int source) {
   std::fill(counts_memory_[source].begin(), counts_memory_[source].end(), 0);
-  counts_[source].start->call = own_call();
+  counts_[source].start->call = own_call_;
   counts_[source].start->call.rank = source;
   counts_[source].start->max_recv_rows = -1;
 }
 
 Span Engine::outgoing_lists(int node) {
   Cursor c;
-  carve_lists(c, config_, own().inbox[this->node()].counts, node);
+  carve_lists(c, config_, counts_[config_.rank], node);
   return {lists_out_[node].get(), c.size()};
 }
 
-Span Engine::incoming_lists(int node) const {
-  const Inbox& source = own().inbox[node];
-  Cursor c;
-  carve_lists(c, config_, source.counts, this->node());
-  return {source.lists, c.size()};
-}
+Span Engine::incoming_lists(int node) const { return {own().inbox[node].lists, max_lists_bytes(config_)}; }
 
 void Engine::lists_arrived(int node) { raise_flag(own().listed[node], epoch_); }
 
-void Engine::start_plan(int32_t* block) {
+void Engine::start_plan(int32_t* block, size_t elements) {
   Cursor c(block);
   plan_ = carve_plan(c, config_, &new_head_);
+  if (c.size() > elements * sizeof(*block)) throw std::length_error("the memory of a plan is too small for it");
+  plan_bytes_ = c.size();
   *plan_.head = new_head_;
   const int num_nodes = config_.num_nodes, experts = num_experts_local();
   // Copy the sizes of payloads.
   for (int source = 0; source < config_.num_ranks(); ++source)
-    plan_.num_payload_rows[source] = counts_of(source).node_tokens[node()];
-  std::copy_n(own().inbox[node()].counts.node_tokens, num_nodes, plan_.num_sent_rows);
+    plan_.num_payload_rows[source] = counts_[source].node_tokens[node()];
+  std::copy_n(counts_[config_.rank].node_tokens, num_nodes, plan_.num_sent_rows);
   plan_.num_sent_rows[node()] = 0;
   // Number the rows of each outgoing payload in the order of tokens.
   std::vector<int32_t> sent(num_nodes, 0);
@@ -266,7 +274,7 @@ void Engine::finish_plan() {
   int64_t group_begin = 0;
   for (int e = 0; e < experts; ++e) {
     int32_t tokens = 0;
-    for (int source = 0; source < num_ranks; ++source) tokens += counts_of(source).expert_tokens[first + e];
+    for (int source = 0; source < num_ranks; ++source) tokens += counts_[source].expert_tokens[first + e];
     plan_.tokens_per_expert[e] = tokens;
     plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, new_head_.expert_alignment));
     next_row[e] = static_cast<int32_t>(group_begin);
@@ -276,20 +284,34 @@ void Engine::finish_plan() {
   // Join the lists of all sources, and give every copy its row.
   const bool expert_rows = has_expert_rows(new_head_);
   int32_t item = 0, copy = 0;
+  std::vector<int32_t> copy_begin;
+  std::vector<int32_t> rows_before(next_row);  // this source's
   for (int source = 0; source < num_ranks; ++source) {
     Cursor c(config_.masks ? lists_memory_[source].data() : inbox_holding(source).lists);
-    const Lists lists = carve_lists(c, config_, counts_of(source), node());
+    const Lists lists = carve_lists(c, config_, counts_[source], node());
     const Lists::OfRank& of = lists.of_rank[config_.local_rank];
     plan_.item_begin[source] = item;
     std::copy_n(of.payload_row, of.num_items, plan_.payload_row + item);
     std::copy_n(of.slot, of.num_items, plan_.item_slot + item);
     std::copy_n(of.expert, of.num_copies, plan_.copy_expert + copy);
     std::copy_n(of.k, of.num_copies, plan_.copy_k + copy);
+    copy_begin.assign(of.copy_begin, of.copy_begin + of.num_items + 1);
+    const ReceivedList received{of.num_items,           of.num_copies,     plan_.payload_row + item,
+                                plan_.item_slot + item, copy_begin.data(), plan_.copy_expert + copy,
+                                plan_.copy_k + copy};
+    check_list(config_, received, source, plan_.num_payload_rows[source]);
     for (int i = 0; i < of.num_items; ++i, ++item) {
       plan_.copy_begin[item] = copy;
-      for (int n = of.copy_begin[i + 1] - of.copy_begin[i]; n > 0; --n, ++copy)
+      for (int n = copy_begin[i + 1] - copy_begin[i]; n > 0; --n, ++copy)
         plan_.output_row[copy] = expert_rows ? next_row[plan_.copy_expert[copy]]++ : item;
     }
+    // Each expert has as many copies as its count says, so that its rows end where those of the next expert begin.
+    for (int e = 0; e < experts && expert_rows; ++e) {
+      const int32_t tokens = counts_[source].expert_tokens[first + e];
+      check_number(source, "the copies in its list for expert", next_row[e] - rows_before[e], tokens, tokens,
+                   first + e);
+    }
+    rows_before = next_row;
   }
   plan_.item_begin[num_ranks] = item;
   plan_.copy_begin[item] = copy;
@@ -297,14 +319,17 @@ void Engine::finish_plan() {
   // Copy the slots to be reduced here by a combine: of own tokens, and of the rail peers' tokens.
   int32_t reduced = 0;
   for (int m = 0; m < config_.num_nodes; ++m) {
-    const Inbox& source = own().inbox[m];
-    const int32_t rows = source.counts.node_tokens[node()];
+    const int source = rank_at(m, config_.local_rank);
+    const int32_t rows = counts_[source].node_tokens[node()];
+    int32_t* const slot_begin = plan_.slot_begin + reduced + m;
     plan_.reduced_begin[m] = reduced;
-    Cursor c(source.lists);
-    std::copy_n(carve_lists(c, config_, source.counts, node()).slot_begin, rows + 1, plan_.slot_begin + reduced + m);
+    Cursor c(own().inbox[m].lists);
+    std::copy_n(carve_lists(c, config_, counts_[source], node()).slot_begin, rows + 1, slot_begin);
+    check_slots(config_, slot_begin, source, rows, m == node());
     reduced += rows;
   }
   plan_.reduced_begin[config_.num_nodes] = reduced;
+  plan_.head->checksum = checksum_of(plan_.head, plan_bytes_);
 }
 
 void Engine::counts_per_expert(int64_t* tokens, int64_t* rows) const {

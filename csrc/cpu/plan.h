@@ -1,7 +1,9 @@
 // The plan of one routing as one rank holds it: a block of int32. Python owns the block; a handle keeps it.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 
 #include "common/cursor.h"
@@ -21,6 +23,7 @@ struct PlanHead {
   int32_t num_items;    // (source rank, source token) pairs, received here
   int32_t num_copies;   // (source rank, source token, local expert) triples, received here
   int32_t num_reduced;  // tokens reduced here: this rank's own, and those of its rail peers
+  uint64_t checksum;    // of the whole plan but itself; the memory is the caller's, who may have changed it
 };
 
 // Return whether an output row is for one local expert, not for all local experts of a token.
@@ -76,6 +79,28 @@ inline Plan carve_plan(Cursor& c, const Config& config, const PlanHead* sizes) {
 inline Plan read_plan(const Config& config, const int32_t* block) {
   Cursor c(const_cast<int32_t*>(block));
   return carve_plan(c, config, nullptr);
+}
+
+// Return the checksum of a plan of `bytes`, a multiple of Cursor::kAlignment. A changed integer always changes it.
+inline uint64_t checksum_of(const PlanHead* plan, size_t bytes) {
+  static_assert(sizeof(PlanHead) <= Cursor::kAlignment);
+  constexpr size_t kLanes = Cursor::kAlignment / sizeof(uint32_t);  // sums side by side, which compilers vectorise
+  uint32_t sum[kLanes] = {}, sum_of_sums[kLanes] = {};              // the latter also notice another order
+  uint32_t line[kLanes];
+  for (size_t at = 0; at < bytes; at += Cursor::kAlignment) {
+    std::memcpy(line, reinterpret_cast<const char*>(plan) + at, sizeof(line));
+    if (at == 0) std::memset(reinterpret_cast<char*>(line) + offsetof(PlanHead, checksum), 0, sizeof(uint64_t));
+    for (size_t i = 0; i < kLanes; ++i) {
+      sum[i] += line[i];
+      sum_of_sums[i] += sum[i];
+    }
+  }
+  uint32_t low = 0, high = 0;
+  for (uint32_t i = 0; i < kLanes; ++i) {
+    low += sum[i] * (2 * i + 1);
+    high += sum_of_sums[i] * (2 * i + 1);
+  }
+  return uint64_t{high} << 32 | low;
 }
 
 // Return the number of int32 of the largest plan with `num_rows` output rows and `num_tokens` tokens of this rank.

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -14,6 +15,9 @@
 
 namespace ep::cpu {
 namespace {
+
+// Seals of the size. Pages can still be given back.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
@@ -35,9 +39,9 @@ SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), pid_(getpid()), byte
 }
 
 SharedMemory SharedMemory::create(size_t bytes) {
-  const int fd = memfd_create("ep_dispatcher", MFD_CLOEXEC);
+  const int fd = memfd_create("ep_dispatcher", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0) {
     const int error = errno;
     close(fd);
     errno = error;
@@ -46,11 +50,21 @@ SharedMemory SharedMemory::create(size_t bytes) {
   return SharedMemory(fd, bytes);
 }
 
-SharedMemory SharedMemory::attach(int pid, int fd, size_t bytes) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) fail("cannot open " + path);
-  SharedMemory memory(opened, bytes);
+SharedMemory SharedMemory::attach(int fd, size_t bytes) {
+  const int seals = fcntl(fd, F_GET_SEALS);  // fails where the system knows no seals: on ordinary files
+  if (seals < 0 || (seals & kSeals) != kSeals)
+    throw std::runtime_error("shared memory: what it has passed on is no memory of a sealed size");
+  struct stat status;
+  if (fstat(fd, &status) != 0) fail("fstat");
+  if (status.st_uid != geteuid())
+    throw std::runtime_error("shared memory: what it has passed on belongs to user " + std::to_string(status.st_uid) +
+                             ", but this rank runs as user " + std::to_string(geteuid()));
+  if (static_cast<size_t>(status.st_size) != bytes)
+    throw std::runtime_error("shared memory: what it has passed on has " + std::to_string(status.st_size) +
+                             " bytes, but a rank of this buffer has " + std::to_string(bytes));
+  const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (duplicate < 0) fail("cannot duplicate a descriptor");
+  SharedMemory memory(duplicate, bytes);
   memory.close_fd();
   return memory;
 }

@@ -1,5 +1,5 @@
 // Memory shared by the ranks of one node. It has no name in any file system: nothing is left behind, however a rank
-// ends.
+// ends. Its size is sealed: no process can make it smaller under another one, which would then crash.
 #pragma once
 #include <cstddef>
 
@@ -9,8 +9,9 @@ class SharedMemory {
  public:
   // Allocate memory, zero-filled; pages are committed when touched.
   static SharedMemory create(size_t bytes);
-  // Map the memory of process `pid`, open there as `fd`.
-  static SharedMemory attach(int pid, int fd, size_t bytes);
+  // Map the memory of another process behind `fd`, which the caller closes. Throw std::runtime_error unless it is such
+  // memory as `create` makes, of a process of this user, of exactly that size.
+  static SharedMemory attach(int fd, size_t bytes);
 
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&&) = delete;
