@@ -112,6 +112,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(combine, "message_rows", &CombineArgs::message_rows);
 
   m.attr("COMPARED") = std::vector<std::string>(std::begin(kComparedNames), std::end(kComparedNames));
+  // Phases that are no waits: a rank has sent numbers that are out of range.
+  constexpr int kFirstWrong = static_cast<int>(Phase::kWrongCall);
+  m.attr("WRONG_NUMBERS") = std::vector<std::string>(std::begin(kPhaseNames) + kFirstWrong, std::end(kPhaseNames));
   const PlanHead head{};  // MessageRows in a plan: int32
   m.attr("message_rows_bytes") = sizeof(MessageRows);
   m.attr("planned_message_rows_offset") =
@@ -121,6 +124,16 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.def("excluded_offset", &excluded_offset);  // in a region: uint64 [num_ranks], 1: the rank has masked this one
   // In a region: uint64 [num_ranks, rank_words], after a rank's abort 1 and 2 << r for each late rank r.
   m.def("aborted_offset", &aborted_offset);
+  // Where a region has the numbers that peers write and kernels check, for tests: bytes from its start, and the int32
+  // of one rank's counts and of one item.
+  m.def("region_offsets", [](const Config& config) {
+    ep::Cursor c;
+    const Region region = carve_region(c, config);
+    const auto at = [](auto* array) { return reinterpret_cast<size_t>(array); };
+    return std::map<std::string, size_t>{{"called", at(region.called)},         {"choices", at(region.choices)},
+                                         {"counts", at(region.counts)},         {"items", at(region.inbox.items)},
+                                         {"counts_ints", Counts::ints(config)}, {"item_ints", config.item_ints()}};
+  });
   m.def("rank_words", [](const Config& config) { return config.rank_words(); });
   m.def("state_bytes", &state_bytes);
   m.def("report_bytes", &report_bytes);
@@ -150,11 +163,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
                                          {"masked", at(arrays.masked)}};
   });
 
-#ifdef EP_PACE
-  m.attr("has_pace") = true;
-#else
-  m.attr("has_pace") = false;
-#endif
   // Stamps are int64 [stamped_launches, stamped_operations, blocks, stamped_warps, steps]: nanoseconds, 0 where there
   // is none. The order of steps is that of their names. Only builds with stamps write them.
   m.attr("has_stamps") = kStamps;
@@ -198,13 +206,19 @@ PYBIND11_MODULE(EP_MODULE, m) {
 #endif
 
   py::class_<NcclComm, std::shared_ptr<NcclComm>>(m, "NcclComm", py::module_local())
-      .def(py::init([](const std::string& id, int rank, int num_ranks, int max_ctas) {
-             return std::make_shared<NcclComm>(id, rank, num_ranks, max_ctas);
-           }),
-           others_run)
+      .def(py::init<>())
       .def_static("make_id", [] { return py::bytes(NcclComm::make_id()); })
       .def_static("version", &NcclComm::version)
+      .def("join", &NcclComm::join, others_run)
+      .def("connect", &NcclComm::connect, others_run)
       .def("free", &NcclComm::free, others_run);
+
+  // Return the CUDA that the GPU driver knows, 0 without a driver, and the one that built this module: 12080 is 12.8.
+  m.def("cuda_versions", [] {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    return std::make_pair(driver, CUDART_VERSION);
+  });
 
   py::class_<Engine>(m, "Engine", py::module_local())
       .def(py::init([](const Config& config, const std::vector<Address>& regions, const std::vector<Address>& rail,
@@ -231,10 +245,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
                                 {where.first, where.second}},
                                pointer<CUstream_st>(stream));
            })
-      .def("send_by", &Engine::send_by)
+      .def("send_by", &Engine::send_by, others_run)
       .def("has_captured_messages", &Engine::has_captured_messages)
       .def("message_bytes", &Engine::message_bytes)
-      .def("pace_wire", &Engine::pace_wire)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.

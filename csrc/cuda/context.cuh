@@ -46,10 +46,9 @@ struct Context : BufferContext {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + index_without(node, n) * own.rail_bytes);
   }
 
-  // [thread] Return whether the rail peer's region on node `n` is mapped here; and whether rows and sums go directly
-  // there, without staging on this side.
+  // [thread] Return whether the rail peer's region on node `n` is mapped here. Then rows and sums go directly there,
+  // without staging on this side.
   __device__ bool maps(int n) const { return wire.mapped >> n & 1; }
-  __device__ bool is_direct(int n) const { return maps(n) && !wire.is_paced(); }
 
   // [thread] Return the raiser of flags about `rank` on this node: the rank itself, or its rail peer here as its relay.
   __device__ int raiser_of(int rank) const { return kOneNode ? rank : node * config.ranks_per_node + local_of(rank); }

@@ -27,12 +27,6 @@ struct WireData {
   int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
   uint32_t
       mapped;  // a bit per node, also for the own one: the rail peer's region is mapped here, and this rank's there
-#ifdef EP_PACE
-  float ticks_per_byte;  // [1/8 ns] pace of the peer wire; 0: no pace
-  EP_HOST_DEVICE bool is_paced() const { return ticks_per_byte != 0; }
-#else
-  EP_HOST_DEVICE bool is_paced() const { return false; }
-#endif
 };
 
 // Written by the host once per buffer, except wait_ns; a parameter of each launch, read by all threads.

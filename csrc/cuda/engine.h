@@ -11,9 +11,6 @@
 
 #include "cuda/context.h"
 #include "cuda/plan/plan.h"
-#ifdef EP_PACE
-#include "cuda/rail/pace.h"
-#endif
 
 namespace ep::cuda {
 
@@ -99,7 +96,7 @@ class Engine {
          const std::vector<int>& rail_pes, char* state, char* report, double timeout_s, int num_sms);
 
   // [host] Send to other nodes by messages, before the first launch. `comm`: of this rank's rail; its ranks are the
-  // nodes.
+  // nodes. It must be connected. Wait as the constructor of Messages.
   void send_by(std::shared_ptr<NcclComm> comm);
   bool sends_messages() const { return messages_ != nullptr; }
   bool has_captured_messages() const;
@@ -134,12 +131,6 @@ class Engine {
     context_.stamped_blocks = num_blocks;
 #endif
   }
-  // [host] Limit the peer wire between nodes to a rate, before the first launch. Only builds with EP_PACE do.
-  void pace_wire([[maybe_unused]] double bytes_per_s) {
-#ifdef EP_PACE
-    context_.wire.ticks_per_byte = static_cast<float>(kTicksPerNs * 1e9 / bytes_per_s);
-#endif
-  }
 
  private:
   // [host] Call `launch(kernels)`; `kernels.value` are those to launch.
@@ -170,7 +161,7 @@ class Engine {
   }
 
   // [host] Return whether rows and sums go directly to all other nodes, or there is none.
-  bool is_direct() const { return context_.wire.mapped == context_.config.all_nodes() && !context_.wire.is_paced(); }
+  bool is_direct() const { return context_.wire.mapped == context_.config.all_nodes(); }
 
   BufferContext context_;
   std::shared_ptr<Messages> messages_;  // NCCL wire; else null

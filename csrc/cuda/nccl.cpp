@@ -6,9 +6,10 @@
 #include <climits>
 #include <cstring>
 #include <stdexcept>
-#include <utility>
+#include <thread>
 
 #include "cuda/device/check.h"
+#include "cuda/device/owned.h"
 
 namespace ep::cuda {
 namespace {
@@ -91,29 +92,67 @@ int NcclComm::version() {
   return version;
 }
 
-NcclComm::NcclComm(const std::string& id, int rank, int num_ranks, int max_ctas) {
+NcclComm::~NcclComm() { abort_if_left(); }
+
+void NcclComm::join(const std::string& id, int rank, int num_ranks, int max_ctas) {
   UniqueId bytes;
   if (id.size() != sizeof(bytes.bytes)) throw std::runtime_error("NCCL: the unique id has another size");
   std::memcpy(bytes.bytes, id.data(), sizeof(bytes.bytes));
   Config config;
   config.min_ctas = 1;
   config.max_ctas = max_ctas;
-  check_nccl(library().init(&comm_, num_ranks, bytes, rank, &config), "start");
-  // Exchange a byte with every rank.
-  char* memory = nullptr;
-  cudaStream_t stream = nullptr;
-  check(cudaMalloc(&memory, 2), "memory");
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  group([&] {
-    for (int peer = 0; peer < num_ranks; ++peer) {
-      if (peer == rank) continue;
-      send(memory, 1, peer, stream);
-      receive(memory + 1, 1, peer, stream);
+  rank_ = rank, num_ranks_ = num_ranks;
+  void* comm = nullptr;
+  const int result = library().init(&comm, num_ranks, bytes, rank, &config);
+  comm_ = comm;  // NCCL may leave a communicator after an error too
+  try {
+    check_nccl(result, "start");
+    throw_if_freed();
+  } catch (...) {
+    abort_if_left();
+    throw;
+  }
+}
+
+void NcclComm::connect() {
+  // These are freed last, after an abort: cudaFree waits for NCCL's kernel.
+  OwnedMemory memory;
+  OwnedStream stream;
+  connects_ = true;
+  try {
+    check(cudaMalloc(&memory.handle, 2), "memory");
+    check(cudaStreamCreateWithFlags(&stream.handle, cudaStreamNonBlocking), "stream");
+    char* const bytes = static_cast<char*>(memory.handle);
+    group([&] {
+      for (int peer = 0; peer < num_ranks_; ++peer) {
+        if (peer == rank_) continue;
+        send(bytes, 1, peer, stream);
+        receive(bytes + 1, 1, peer, stream);
+      }
+    });
+    // Wait. Do not call cudaStreamSynchronize: if a peer is gone, only an abort ends the kernel.
+    while (true) {
+      throw_if_freed();
+      const cudaError_t status = cudaStreamQuery(stream);
+      if (status == cudaSuccess) break;
+      if (status != cudaErrorNotReady) check(status, "first message");
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
-  });
-  check(cudaStreamSynchronize(stream), "first message");
-  check(cudaStreamDestroy(stream), "stream");
-  check(cudaFree(memory), "memory");
+    connects_ = false;
+    throw_if_freed();  // `free` may have left the abort to this thread
+  } catch (...) {
+    abort_if_left();
+    connects_ = false;
+    throw;
+  }
+}
+
+void NcclComm::throw_if_freed() const {
+  if (is_freed_) throw std::runtime_error("NCCL: the communicator was freed while it was made");
+}
+
+void NcclComm::abort_if_left() noexcept {
+  if (void* const comm = comm_.exchange(nullptr)) library().abort(comm);
 }
 
 void NcclComm::begin() const { check_nccl(library().group_start(), "begin"); }
@@ -129,10 +168,12 @@ void NcclComm::receive(void* memory, size_t bytes, int rank, cudaStream_t stream
 }
 
 void NcclComm::free(bool aborts) {
+  is_freed_ = true;
   void* comm;
   {
     const std::unique_lock lock(mutex_, std::chrono::seconds(1));
-    comm = std::exchange(comm_, nullptr);
+    if (!lock && connects_) return;  // it is inside NCCL, and looks at is_freed_ afterwards
+    comm = comm_.exchange(nullptr);
   }
   if (comm) check_nccl(aborts ? library().abort(comm) : library().destroy(comm), aborts ? "abort" : "end");
 }

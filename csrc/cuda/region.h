@@ -75,10 +75,10 @@ struct RailArrays {
 // the rail peer raises it through the wire.
 struct Region {
   // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
-  // [num_ranks, rank_words] first word not 0: the rank, or its host, has aborted: flags missing from this raiser may
-  // never rise. The RankSet of those that it has waited for in vain; the rank itself if it has left
+  // [num_ranks, rank_words] first word not 0: the rank or its host has aborted, and its missing flags may never rise.
+  // The RankSet of those that it has waited for in vain, or of itself if it has left
   uint64_t* aborted;
-  // [num_ranks] not 0: the rank has masked this one. Only with Config::masks; raised by the rank or its host.
+  // [num_ranks] not 0: the rank, or its host, has masked this one. Only with Config::masks
   uint64_t* excluded;
   uint64_t* listed;  // [num_ranks] the rank's items are in its inbox on this node
   uint64_t*
@@ -93,7 +93,7 @@ struct Region {
                     // with Config::plans_directly, as the next
   Tagged* combine_weights;  // [2, num_ranks, combine_weight_words] combine weights of the rank's tokens: two float
   // [num_ranks, max_tokens, tagged_sum_words] partial sums of this rank's tokens, by receiver and number: 8 bytes in
-  // each word. Only with Config::tags_sums, and then once: docs/protocol.md says why.
+  // each word. Only with Config::tags_sums, in one copy (few.cuh)
   Tagged* tagged_sums;
   // About another node. Raised by this rank, read by this rank.
   uint64_t* summed;  // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
@@ -106,7 +106,7 @@ struct Region {
   uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and metadata of a chunk are here
   uint64_t* sums_arrived;   // [num_others, max_sum_chunks] its sums and weights of a chunk are here
   // NCCL wire: [num_others] copies of all wire flags, one for each other node. Raised by this rank: what the rail
-  // peer's flag will cover is ready to be sent. Read by the kernels between messages (messages.cuh).
+  // peer's flag will cover is ready to be sent. Read by the kernels between messages (messages.cu).
   uint64_t* ready;
   size_t wire_flags;  // uint64 in one copy
   // NCCL wire: [num_nodes] the epoch of a message, sent behind its arrays; 0 from a rank that has aborted before they

@@ -4,12 +4,43 @@
 
 namespace ep::cuda {
 
-// The purpose of a wait, and its words in a PeerTimeoutError.
-enum class Phase : int32_t { kFreeStaging, kCounts, kLists, kRows, kFreeSlots, kSums, kWeights, kNodeSums };
-constexpr const char* kPhaseNames[] = {"free staging", "counts",       "lists",   "rows",
-                                       "free slots",   "partial sums", "weights", "sums between nodes"};
+// The purpose of a wait, and its words in a PeerTimeoutError. Those from kWrongCall on are no waits: a rank has sent
+// numbers that would lead out of memory, and the rank that finds them aborts and names it.
+enum class Phase : int32_t {
+  kFreeStaging,
+  kCounts,
+  kLists,
+  kRows,
+  kFreeSlots,
+  kSums,
+  kWeights,
+  kNodeSums,
+  kWrongCall,    // a Call with more tokens or chunks than the buffer is for
+  kWrongCounts,  // counts of a source beyond those that the buffer is for, or below 0
+  kWrongLists,   // an item out of range, or tokens that do not ascend
+  kWrongChoices  // a choice that is no expert
+};
+constexpr const char* kPhaseNames[] = {"free staging",
+                                       "counts",
+                                       "lists",
+                                       "rows",
+                                       "free slots",
+                                       "partial sums",
+                                       "weights",
+                                       "sums between nodes",
+                                       "arguments out of range",
+                                       "counts out of range",
+                                       "lists out of range",
+                                       "experts out of range"};
 // Errors of the caller, as found by kernels, and their names for KernelReports.
-enum class Error : int32_t { kNone, kBadEntry, kTooFewRows, kTooManyRows, kDiffer, kOtherRouting };
+enum class Error : int32_t {
+  kNone,
+  kBadEntry,     // an entry of topk_idx is no expert, or repeats one; it counts as -1
+  kTooFewRows,   // a rank needs more rows than its max_recv_rows
+  kTooManyRows,  // a rank would receive 2^31 rows or more
+  kDiffer,       // the Calls of two ranks differ
+  kOtherRouting  // the routing of a recompute is not that of its plan
+};
 constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ", "other_routing"};
 
 // Facts of one error. Written by its finder (error.cuh), read by the host.
@@ -33,10 +64,7 @@ struct State {
   uint64_t staged_epoch;  // last operation with `consumed` raised at its end
   uint64_t pushed_epoch;  // last operation with `slots_free` raised at its end
   uint64_t agreed;        // last operation in which block 0 has found that all ranks agree
-#ifdef EP_PACE
-  uint64_t wire_free;  // [1/8 ns] end of the last booking of the wire (pace.h)
-#endif
-  uint32_t aborted;  // 1: this rank has aborted; kernels end early and do nothing
+  uint32_t aborted;       // 1: this rank has aborted; kernels end early and do nothing
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
   uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
   uint64_t decided;     // last operation whose `absent` is final
@@ -111,9 +139,9 @@ struct Report {
 
 struct ReportArrays {
   Report* report;
-  uint64_t* late;         // [rank_words] RankSet of late ranks: waited for in vain, or named by a rank that has aborted
-  ErrorRows* error_rows;  // [num_ranks] of Report::facts
-  int64_t* counted_rows;  // [num_local_experts] rows per expert, valid if Report::num_rows > 0
+  uint64_t* late;             // [rank_words] RankSet of ranks waited for in vain, or named by a rank that has aborted
+  ErrorRows* error_rows;      // [num_ranks] of Report::facts
+  int64_t* counted_rows;      // [num_local_experts] rows per expert, valid if Report::num_rows > 0
   MessageRows* message_rows;  // NCCL wire: of the plan of Report::counted
 };
 

@@ -109,6 +109,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
 // sums of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip progress flags counted
 // by other blocks or by the first launch. `pushed` covers the weights of the block too: a barrier of the block has
 // followed push_weights.
+// raises: pushed, summed, freed
 __device__ void finish_progress_flag(const Op& op, const CombineParams& params, const CombineMemory& memory,
                                      const Part& pushers, const Part& for_others, int progress_flag) {
   const Context& context = op.context;
@@ -155,6 +156,7 @@ __device__ void prefetch_plan(const CombineParams& params) {
 // Launched by Engine::combine: all blocks are resident at the same time, because they wait for each other. The second
 // of two launches may have more: its blocks wait only for peers. The last block to arrive completes the operation.
 // After an abort there is none, and the operation never completes.
+// waits: slots_free (free slots)
 template <class Summing>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {

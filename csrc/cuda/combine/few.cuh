@@ -32,6 +32,7 @@ struct FewUnits {
 
 // [warp] Sum the rows of this warp's items, and push the sums once all ranks agree. Wait for combine weights. With
 // another verdict push no more.
+// raises: tagged_sums
 template <class T>
 __device__ inline void push_tagged_sums(const Op& op, const CombineParams& params, const PostedVerdict& verdict,
                                         const FewUnits& units) {
@@ -96,6 +97,7 @@ __device__ inline void push_tagged_sums(const Op& op, const CombineParams& param
 
 // [thread] Take a tagged word as soon as it is here: 8 bytes of a sum by `rank`. Return false after an abort of this
 // rank. Called after kAgree.
+// waits: tagged_sums (partial sums)
 __device__ inline bool take_tagged_sum(const Op& op, int rank, const Tagged* from, uint64_t& data) {
   uint64_t epoch, since = 0;
   for (uint32_t turn = 1;; ++turn) {

@@ -37,6 +37,7 @@ struct CombineWeightCopy {
 
   // [block] Send all combine weights to the ranks of the node. Called in block 0, unless this rank has aborted. Wait
   // for nothing: `announce` says why.
+  // raises: combine_weights
   __device__ void send(const Op& op) {
     for_each([&](int pair, const float2& value) {
       const uint64_t data = __float_as_uint(value.x) | static_cast<uint64_t>(__float_as_uint(value.y)) << 32;
@@ -85,6 +86,7 @@ __device__ inline const void* combine_weights_of(const Op& op, int source) {
 // [thread] Load a combine weight of a task. A tagged one may arrive before all ranks are known to agree. Wait for it,
 // or for a verdict other than kAgree, then return 0: no sum is made. After kAgree the wait has a limit: it then aborts
 // this rank, and the verdict becomes kAborted.
+// waits: combine_weights (weights)
 __device__ inline float load_combine_weight(const Op& op, const PostedVerdict& verdict, const Task& task, int at) {
   if (!op.context.plans_directly())
     return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(task.combine_weights) + at) : 0;
@@ -107,6 +109,7 @@ __device__ inline float load_combine_weight(const Op& op, const PostedVerdict& v
 
 // [warp] Wait until the combine weights of ranks on other nodes are in their inboxes here. Those of this node came with
 // the Calls. Return false after an abort of this rank.
+// waits: staged (weights)
 __device__ inline bool wait_for_combine_weights(const Op& op) {
   const Context& context = op.context;
 #pragma unroll 1
@@ -285,6 +288,7 @@ struct Pusher {
   // block has to make sums before that, set `until` as run() does, and wait for nothing. After a difference nobody
   // reduces, so no slots become free: compare the Calls before the first wait. Return kAborted after an abort of this
   // rank.
+  // waits: freed (free slots)
   __device__ Verdict enter(Preparer& preparer, int chunk, int& until) {
     const ProgressFlags progress_flags = progress_flags_of(context);
     if (chunk <= entered || progress_flags.far == progress_flags.window) return Verdict::kAgree;

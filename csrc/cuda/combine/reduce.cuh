@@ -141,6 +141,7 @@ struct Reducer {
   // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
   // or -1, and a bit in `nodes` for each other node with a sum of it. Return false after an abort of this rank. After
   // true, bulk loads may read the addends, also in a warp that synchronizes with this one afterwards.
+  // waits: pushed (partial sums), sums_relayed (sums between nodes)
   __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
@@ -180,7 +181,7 @@ struct Reducer {
   // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if direct, else staging for
   // the senders.
   __device__ char* sums_for(int node) const {
-    if (!context.is_direct(node)) return context.my_inbox(node, &Inbox::staging);
+    if (!context.maps(node)) return context.my_inbox(node, &Inbox::staging);
     return Wire{context}.at(node, context.remote_rail_buffer(node, &RailArrays::sums));
   }
 
@@ -266,6 +267,7 @@ struct Reducer {
 
   // [warp] Take the first tokens, once all ranks agree. Wait for free staging if any sum travels. Return false after an
   // abort of this rank.
+  // waits: consumed (free staging)
   __device__ bool begin() {
     // Sums for a rail peer go to the staging of its inbox, if not direct: wait until the node has read the rows
     // there. `agree` implies it, so this wait is over at once.

@@ -88,6 +88,7 @@ __device__ inline void keep_chunks(const Context& context, const Plan& plan, int
 // Called by the same team in each block, after `listed` of all ranks. Wait for staged metadata, if there are metadata.
 // Return false after an abort of this rank: a warp may then leave alone, so no barrier of the team may follow.
 // `shared`: of the block.
+// reports: kWrongLists (the item becomes empty, its chunks are not written)
 template <class Team>
 __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, char* shared) {
   const Context& context = op.context;
@@ -122,6 +123,11 @@ __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, cha
             reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - item_begin[source]));
 #pragma unroll 4
         for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
+        // Check it here, once for all operations with the plan; pull warps keep to their arrays without an error.
+        if (!item.is_in_range(context.config, expert_layout ? args.num_rows : context.num_local_experts)) {
+          item.begin(0, 0);
+          abort_because_of(op, Phase::kWrongLists, source, 0);
+        }
       }
       token = item.token();
     }
@@ -135,7 +141,10 @@ __device__ bool deliver_metadata(const Op& op, const DispatchParams& params, cha
           before = -1;
         else if (lane == 0)
           before = *item_at_source(context, source, op.rank(), number - 1);
-        keep_chunks(context, params.plan, source, number, index + 1 == item_begin[source + 1], before, token);
+        if (before >= -1 && before < token)  // tokens ascend
+          keep_chunks(context, params.plan, source, number, index + 1 == item_begin[source + 1], before, token);
+        else
+          abort_because_of(op, Phase::kWrongLists, source, 0);
       }
     }
     // Wait for the metadata, and deliver the weights.

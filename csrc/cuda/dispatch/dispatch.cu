@@ -34,6 +34,7 @@ __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
 // [team] Wait until all ranks have begun this dispatch (unless `agreed`) and until all lists of a new plan are in their
 // inboxes. After kAgree all items and the head of the plan may be read, after kDiffer neither. Return kAborted after an
 // abort of this rank. Called by the pull warps and by the stage warps of each block.
+// waits: listed (lists)
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
@@ -268,7 +269,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   const int blocks = args.num_blocks - args.rail_blocks;
   const auto turns = [&](int staging_blocks) {
     const int warps = staging_blocks * StageWarps::kWarps;
-    return (args.num_tokens * params.parts_of_row + warps - 1) / warps;
+    return (int64_t{args.num_tokens} * params.parts_of_row + warps - 1) / warps;
   };
   params.first_staging_block = params.is_direct() && blocks > 1 && turns(blocks - 1) == turns(blocks);
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;

@@ -145,6 +145,7 @@ EP_HOST_DEVICE inline std::pair<char*, uint64_t*> carve_place(Cursor& c, const P
 
 // [warp] Place the rows of this warp's items of a usable plan in memory, once those of all ranks are in their slots.
 // Return as place_rows.
+// waits: staged (rows)
 __device__ inline bool place_planned(const Op& op, const DispatchParams& params, char* ring, uint64_t* full) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;

@@ -166,7 +166,12 @@ struct Puller {
     if (lane < kBatch && n < num) {
       const DispatchArgs& args = params.args;
       Origin& origin = origin_of(n);
-      const int token = params.is_direct() ? origin.token : item_at(n).token();
+      // An item of a peer may have any numbers. Here and in store_piece they are only kept in bounds: deliver_metadata
+      // checks every item, and aborts this rank.
+      const int token = params.is_direct()
+                            ? origin.token
+                            : static_cast<int>(min(static_cast<uint32_t>(item_at(n).token()),
+                                                   static_cast<uint32_t>(op.context.config.max_tokens - 1)));
       const bool at_home = origin.source == op.rank() && params.reads_own_rows();
       origin.chunk = at_home ? -1 : token >> op.context.config.log_token_chunk;
       if (at_home) {
@@ -209,6 +214,15 @@ struct Puller {
     return true;
   }
 
+  // [thread] Return the copies of an item, and the output row of one of them, within their bounds.
+  __device__ int num_copies_of(const Item& item) const {
+    return static_cast<int>(min(static_cast<uint32_t>(item.num_copies()), static_cast<uint32_t>(item.max_copies)));
+  }
+  __device__ int row_of(const Item& item, int copy) const {
+    return static_cast<int>(
+        min(static_cast<uint32_t>(item.value(copy)), static_cast<uint32_t>(params.args.num_rows - 1)));
+  }
+
   // [thread] Start to store one piece, and its scales, to every output row of its item. Its loads have landed.
   __device__ void store_piece() const {
     const DispatchArgs& args = params.args;
@@ -217,10 +231,10 @@ struct Puller {
     const char* scales = pieces.scale_place(memory.ring, store.ring.place);
     const uint32_t bytes = pieces.bytes_of(store.piece), scale_bytes = pieces.scale_bytes_of(store.piece);
     char* const to = args.out_rows + store.piece * pieces.bytes;
-    const int num_rows = expert_layout ? item.num_copies() : 1;
+    const int num_rows = expert_layout ? num_copies_of(item) : 1;
 #pragma unroll 1
     for (int copy = 0; copy < num_rows; ++copy) {
-      const size_t row = expert_layout ? item.value(copy) : origin_of(store.item).index;
+      const size_t row = expert_layout ? row_of(item, copy) : origin_of(store.item).index;
       ptx::bulk_store(to + row * args.row_bytes, from, bytes);
       if (scale_bytes > 0 && params.rows_per_group == 0)
         ptx::bulk_store(reinterpret_cast<char*>(args.out_scales) + row * scale_bytes, scales, scale_bytes);
@@ -234,8 +248,8 @@ struct Puller {
     const Item item = item_at(store.item);
     const auto* scales = reinterpret_cast<const float*>(pieces.scale_place(memory.ring, store.ring.place));
 #pragma unroll 1
-    for (int copy = lane; copy - lane < item.num_copies(); copy += 32)
-      store_columns(params, scales, copy < item.num_copies() ? params.scale_at(item.value(copy)) : -1);
+    for (int copy = lane, num = num_copies_of(item); copy - lane < num; copy += 32)
+      store_columns(params, scales, copy < num ? params.scale_at(row_of(item, copy)) : -1);
   }
 
   // [warp] Pull all rows of this pull warp. Return false after an abort of this rank. Afterwards no load is under way,

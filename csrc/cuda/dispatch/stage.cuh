@@ -23,6 +23,7 @@ struct StagedChunks {
 
   // [warp] Finish all chunks before `end`: this warp has staged its parts of them. It counts itself in for each, also
   // without a part.
+  // raises: staged
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
     __syncwarp();

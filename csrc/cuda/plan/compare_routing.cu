@@ -11,6 +11,7 @@ constexpr int kThreads = 512, kMostBlocks = 32;
 
 // A thread that finds a difference records it as the error of the next operation, which publishes it. No operation of
 // this rank runs beside this kernel, so only its own threads compete.
+// reports: kOtherRouting
 __global__ void __launch_bounds__(kThreads)
     find_difference_of(RoutingComparison args, int num_entries, int num_topk, StateArrays arrays) {
   State* const state = arrays.state;

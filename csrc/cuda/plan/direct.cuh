@@ -46,6 +46,8 @@ __device__ inline Tagged* choices_at(const Op& op, int local, int source) {
 // not advanced, and a slow peer may still read choices of the same epoch.
 //
 // A lane takes one entry of topk_idx. Every fourth lane stores the epoch and the choices of four lanes.
+// raises: choices
+// reports: kBadEntry
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
   static_assert(kTaggedChoices == 4);
   const Config& config = op.context.config;
@@ -83,14 +85,16 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 }
 
 // [team] Take the choices of all ranks as they arrive. Copy them to shared memory, and count them: for this rank's
-// experts, for this rank's tokens, and (except in decode layout) for all experts. After an abort, or if the ranks
-// differ, missing ones count as none: then nobody uses the plan. Called by the planners of a block, while the first
-// warp waits for the Calls; the counters are 0. After kAgree missing choices are on their way, and the wait for them
-// has a limit: it then aborts this rank, and the verdict becomes kAborted, also for the other planners. Ends with a
-// barrier of the planners.
+// experts, for this rank's tokens, and (except in decode layout) for all experts. A choice that is no expert aborts
+// this rank, and counts as none. After an abort, or if the ranks differ, missing ones count as none: then nobody uses
+// the plan. Called by the planners of a block, while the first warp waits for the Calls; the counters are 0. After
+// kAgree missing choices are on their way, and the wait for them has a limit: it then aborts this rank, and the verdict
+// becomes kAborted, also for the other planners. Ends with a barrier of the planners.
 //
 // A warp takes a word of tokens at a time, a token per lane; a rank has a bit, and then a lane. Own tokens come first:
 // their choices are here early, and while those of other ranks travel, this code gets into the instruction cache.
+// waits: choices (counts)
+// reports: kWrongChoices (it counts as none)
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, char* shared) {
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
   const DirectPlan plan = params.direct_plan.in(shared);
@@ -117,6 +121,7 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
     const int token = 32 * word_of_source + lane;
     const Tagged* const from = choices_at(op, op.context.local, source) + token * words_of_token;
     uint32_t ranks = 0;  // a bit per rank with an expert of the token
+    bool wrong = false;
 #pragma unroll 1
     for (int at = 0; token < config.max_tokens && at < words_of_token; at += 2) {
       // Take two words.
@@ -142,13 +147,17 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
 #pragma unroll 1
       for (int k = 0; k < 2 * kTaggedChoices; ++k, low = low >> 16 | high << 48, high >>= 16) {
         const int expert = static_cast<int16_t>(low);
-        if (expert < 0) continue;
+        if (static_cast<unsigned>(expert) >= static_cast<unsigned>(config.num_experts)) {
+          wrong |= expert != -1;
+          continue;
+        }
         ranks |= 1u << quotient(expert, params.inverse);
         if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
         if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
           atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);
       }
     }
+    if (wrong) abort_because_of(op, Phase::kWrongChoices, source, 0);
     __syncwarp();
     uint32_t tokens = 0;  // a bit per token with an expert at rank `lane`
 #pragma unroll 1

@@ -16,6 +16,16 @@ struct Item {
   __device__ int32_t& value(int copy) const { return data[2 + copy]; }
   // The column of topk_idx of each copy.
   __device__ uint8_t& k(int copy) const { return reinterpret_cast<uint8_t*>(data + 2 + max_copies)[copy]; }
+  // [thread] Return whether all indices stay in their arrays. A peer has written the item. `num_values`: values are
+  // below it.
+  __device__ bool is_in_range(const Config& config, int num_values) const {
+    const auto is_below = [](int n, int end) { return static_cast<uint32_t>(n) < static_cast<uint32_t>(end); };
+    bool right = is_below(token(), config.max_tokens) && is_below(num_copies() - 1, max_copies);
+#pragma unroll 1
+    for (int copy = 0; right && copy < num_copies(); ++copy)
+      right = is_below(value(copy), num_values) && k(copy) < config.num_topk;
+    return right;
+  }
   // [thread] Write token and num_copies, in one store.
   __device__ void begin(int token, int num_copies) const { *reinterpret_cast<int2*>(data) = {token, num_copies}; }
 };

@@ -76,22 +76,39 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
   if (PullWarps::warp() == 0) announce(op, call_of(params), true);
 }
 
+// [thread] Abort this rank: a source has counted more tokens or items than a rank may bring, or less than none. Rows
+// and items found from such counts would lie anywhere. `of_first`: the count in question of source 0.
+__device__ __noinline__ inline void abort_for_counts(Op op, const int32_t* of_first) {
+  int source = 0;
+  while (source < op.num_ranks() - 1 && static_cast<uint32_t>(__ldcg(of_first + source * op.context.counts_ints)) <=
+                                            static_cast<uint32_t>(op.context.config.max_tokens))
+    ++source;
+  abort_because_of(op, Phase::kWrongCounts, source, 0);
+}
+
 // [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the pull warps of a planning block,
-// after `called` of all ranks. Ends with a barrier of the pull warps.
-__device__ void sum_sources(const Op& op, const Scratch& scratch) {
+// after `called` of all ranks. Set `broken` after a count out of range. Ends with a barrier of the pull warps.
+// reports: kWrongCounts (tokens of an expert; no plan is made)
+__device__ void sum_sources(const Op& op, const Scratch& scratch, bool& broken) {
   const Context& context = op.context;
   const int32_t* const num_tokens = &own_counts(op, 0).num_tokens(context.config, 0);
 #pragma unroll 1
   for (int e = threadIdx.x; e < context.config.num_experts; e += PullWarps::kThreads) {
     int total = 0, before = 0;
+    uint32_t most = 0;
 #pragma unroll 4
     for (int source = 0; source < op.num_ranks(); ++source) {
       const int tokens = __ldcg(num_tokens + source * context.counts_ints + e);
+      most = max(most, static_cast<uint32_t>(tokens));
       total += tokens;
       before += source < op.rank() ? tokens : 0;
     }
     scratch.expert_total[e] = total;
     scratch.expert_before[e] = before;
+    if (most > static_cast<uint32_t>(context.config.max_tokens)) {
+      broken = true;
+      abort_for_counts(op, num_tokens + e);
+    }
   }
   PullWarps::sync();
 }
@@ -132,10 +149,11 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
 }
 
 // [team] Find the first row of this rank's tokens at each expert, and for each rank its output rows and this rank's
-// items for it. Called by the pull warps of a planning block, after `called` of all ranks. Ends with a barrier of the
-// pull warps.
-__device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch) {
-  sum_sources(op, scratch);
+// items for it. Called by the pull warps of a planning block, after `called` of all ranks. Set `broken` after a count
+// out of range. Ends with a barrier of the pull warps.
+// reports: kWrongCounts (items for a rank; no plan is made)
+__device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch, bool& broken) {
+  sum_sources(op, scratch, broken);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int rank = warp; rank < op.num_ranks(); rank += PullWarps::kWarps) {
@@ -145,10 +163,25 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
     };
     const int max_rows = field_of(op, rank, Field::kMaxRows);
     int num_items = items_of(lane);
+    auto most = static_cast<uint32_t>(num_items);  // of a source
     const int64_t rows = lay_out_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
 #pragma unroll 4
-    for (int source = lane + 32; source < op.num_ranks(); source += 32) num_items += items_of(source);
+    for (int source = lane + 32; source < op.num_ranks(); source += 32) {
+      const int more = items_of(source);
+      most = max(most, static_cast<uint32_t>(more));
+      num_items += more;
+    }
     num_items = __reduce_add_sync(~0u, num_items);
+    // An item has at least one row, and the plan has room for as many items. If there are more, nobody knows which
+    // source is wrong, so this rank names itself.
+    const bool too_many = most > static_cast<uint32_t>(op.context.config.max_tokens);
+    if (too_many || num_items > rows) {
+      broken = true;
+      if (too_many)
+        abort_for_counts(op, &own_counts(op, 0).num_items(rank));
+      else
+        abort_because_of(op, Phase::kWrongCounts, op.rank(), 0);
+    }
     if (lane == 0) {
       scratch.needed[rank] = params.args.layout == Layout::kRank ? num_items : rows;
       scratch.max_rows[rank] = max_rows;
@@ -161,6 +194,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
 // [warp] Return whether the rows of all ranks fit into their outputs; all ranks get the same result. If not, block 0
 // keeps the error, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
 // scratch.needed and scratch.max_rows.
+// reports: kTooFewRows, kTooManyRows
 __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch, bool keeps = true) {
   const Context& context = op.context;
   const int lane = threadIdx.x % 32;
@@ -216,6 +250,7 @@ __device__ inline bool all_hosts_wait(const Op& op, const Scratch& scratch) {
 
 // [warp] Write the rows of messages to the head of the plan, and report them to a waiting host. Without a usable plan
 // exact messages have none. Called in write_head.
+// reports: kWrongCounts (rows of an exact message; they count as 0)
 __device__ inline void write_message_rows(const Op& op, const DispatchParams& params, bool usable, bool known) {
   const Context& context = op.context;
   const int node = threadIdx.x % 32;
@@ -227,6 +262,10 @@ __device__ inline void write_message_rows(const Op& op, const DispatchParams& pa
     };
     const int source = context.rail_peer(node), sent_tokens = field_of(op, source, Field::kNumTokens);
     to = rows_of(op.rank(), node), from = rows_of(source, context.node);
+    if (static_cast<uint32_t>(from) > static_cast<uint32_t>(sent_tokens)) {
+      from = 0;
+      abort_because_of(op, Phase::kWrongCounts, source, 0);
+    }
     packs = is_packed(to, params.args.num_tokens);
     if (!packs) to = params.args.num_tokens;
     if (!is_packed(from, sent_tokens)) from = sent_tokens;
@@ -283,6 +322,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
 // decode layout their slots. `is_free`: they had done so when this block began (poll_once). Then there is no wait, and
 // no barrier. Return false after an abort of this rank. Called by the stage warps of each block, and by the pull warps
 // about to announce.
+// waits: consumed (free staging), slots_free (free slots)
 template <class Team>
 __device__ bool wait_for_free_staging(const Op& op, const DispatchParams& params, bool is_free) {
   const Context& context = op.context;
@@ -295,10 +335,12 @@ __device__ bool wait_for_free_staging(const Op& op, const DispatchParams& params
 
 // [team] Make the plan. Called by the pull warps of the planning blocks, once staging is free. Return kAborted after an
 // abort of this rank. Return kDiffer for differing Calls: the plan is then unusable. It is unusable, too, if the rows
-// do not fit; the verdict is still kAgree. An unusable plan has no items, and the caller's counts are 0. After kAgree
-// and kDiffer the last planning block raises `listed`: by then all lists, tables and the plan's head are written.
+// do not fit; the verdict is still kAgree. After counts out of range this rank aborts. An unusable plan has no items,
+// and the caller's counts are 0. After kAgree and kDiffer the last planning block raises `listed`: by then all lists,
+// tables and the plan's head are written.
+// raises: listed
 __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
-  __shared__ bool usable, known;
+  __shared__ bool usable, known, broken;
   const Context& context = op.context;
   Cursor c(shared);
   const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps);
@@ -307,6 +349,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
     PullWarps::sync();
     return true;
   };
+  if (threadIdx.x == 0) broken = false;
   // Count. The last block to count sends the counts.
   count_tokens(op, params, scratch);
   sum_parts(op, scratch.expert_offset, scratch.rank_offset, params.plan_warps, params.plan_blocks == 1);
@@ -316,14 +359,15 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   const Verdict verdict = first_warp_waits<PullWarps>([&] { return agree(op); });
   stamp(op, Step::kAgreed);
   if (verdict == Verdict::kAborted) return verdict;
-  if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
+  if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch, broken);
   if (threadIdx.x < 32) {
-    const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
+    const bool fits = verdict == Verdict::kAgree && !broken && rows_fit(op, params, scratch);
     // After a difference nothing more is sent for this plan.
     const bool all_know = has_messages(context) && (verdict != Verdict::kAgree || all_hosts_wait(op, scratch));
     if (threadIdx.x == 0) usable = fits, known = all_know;
   }
   PullWarps::sync();
+  if (broken) return Verdict::kAborted;
   // Write the head in the last warp: with few tokens it has none to list.
   if (op.block == 0 && PullWarps::warp() == PullWarps::kWarps - 1) write_head(op, params, scratch, usable, known);
   // List the items, or clear the caller's counts.

@@ -89,7 +89,8 @@ struct Scan {
 
   // [warp] Load a batch into shared memory, beginning with token `first`, and mark its experts and ranks. The marks are
   // 0 before. Return a bit for each node with an expert of the lane's token. An invalid or repeated entry counts as -1.
-  // With `checks` it is kept as a error.
+  // With `checks` it is kept as an error.
+  // reports: kBadEntry
   __device__ uint32_t load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* const from = topk_idx + static_cast<int64_t>(first) * num_topk;

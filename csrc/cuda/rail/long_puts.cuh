@@ -64,7 +64,8 @@ struct LongPuts {
       load(node, {beside.remote + offset, beside.local + offset, min(place_bytes, beside.bytes - offset)}, {});
   }
 
-  // [warp] Wait until the bulk copies are written, so that a flag may follow. Afterwards none is under way.
+  // [warp] Wait until all bulk copies have left shared memory. They need not have arrived: a flag may follow only
+  // behind a fence of the system.
   __device__ void drain() {
     if (threadIdx.x % 32 == 0) {
       while (stored < loaded) store_next();

@@ -1,4 +1,7 @@
 #include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
 
 #include "cuda/device/launch.h"
 #include "cuda/device/ptx.cuh"
@@ -40,18 +43,21 @@ Messages::Messages(const BufferContext& context, std::shared_ptr<NcclComm> comm)
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "priorities");
   // The highest priority: with CUDA_DEVICE_MAX_CONNECTIONS=1 streams of one priority share a queue. There this one
   // would wait for the kernel that waits for its messages.
-  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "stream");
-  check(cudaEventCreateWithFlags(&before_, cudaEventDisableTiming), "event");
-  check(cudaEventCreateWithFlags(&after_, cudaEventDisableTiming), "event");
+  check(cudaStreamCreateWithPriority(&stream_.handle, cudaStreamNonBlocking, greatest), "stream");
+  check(cudaEventCreateWithFlags(&before_.handle, cudaEventDisableTiming), "event");
+  check(cudaEventCreateWithFlags(&after_.handle, cudaEventDisableTiming), "event");
   // Load the kernel now: later that could wait for a kernel that runs, which waits for this one.
   launch_between();
-  check(cudaStreamSynchronize(stream_), "first launch");
-}
-
-Messages::~Messages() {
-  if (after_) cudaEventDestroy(after_);
-  if (before_) cudaEventDestroy(before_);
-  if (stream_) cudaStreamDestroy(stream_);
+  // It needs one warp, but other kernels may have the whole GPU.
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(context_.timeout_ns);
+  while (true) {
+    const cudaError_t status = cudaStreamQuery(stream_);
+    if (status == cudaSuccess) break;
+    if (status != cudaErrorNotReady) check(status, "first launch");
+    if (std::chrono::steady_clock::now() > end)
+      throw std::runtime_error("first launch: other kernels left no room on the GPU until the limit of the buffer");
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 void Messages::follow(cudaStream_t stream) const {

@@ -10,6 +10,7 @@
 #pragma once
 #include <memory>
 
+#include "cuda/device/owned.h"
 #include "cuda/engine.h"
 #include "cuda/nccl.h"
 
@@ -28,9 +29,9 @@ struct Between {
 
 class Messages {
  public:
-  // [host] `context` of the buffer. `comm`: of this rank's rail; its ranks are the nodes.
+  // [host] `context` of the buffer. `comm`: of this rank's rail; its ranks are the nodes. Wait for a small kernel, at
+  // most as long as an operation waits for a peer.
   Messages(const BufferContext& context, std::shared_ptr<NcclComm> comm);
-  ~Messages();
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
@@ -90,9 +91,9 @@ class Messages {
 
   const BufferContext context_;
   const std::shared_ptr<NcclComm> comm_;
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t before_ = nullptr, after_ = nullptr;  // the launch; the messages
-  Between between_{};                               // of the next launch
+  OwnedStream stream_;
+  OwnedEvent before_, after_;  // the launch; the messages
+  Between between_{};          // of the next launch
   bool has_captured_ = false;
   uint64_t bytes_ = 0;
 };

@@ -12,7 +12,6 @@
 // Before all ranks agree, only `inbox_free`, Calls, counts, rows and metadata are sent.
 #pragma once
 #include "cuda/rail/long_puts.cuh"
-#include "cuda/rail/pace.cuh"
 #include "cuda/sync/call.cuh"
 
 namespace ep::cuda::EP_KERNELS {
@@ -32,7 +31,6 @@ struct RailWarp {
   const Context& context;
   const int lane, warp, num_warps;
   const int num_others, num_senders;
-  mutable SenderPace pace;
 
   // [warp] Find this warp's number. Called in all warps of rail blocks.
   __device__ explicit RailWarp(const Op& op)
@@ -42,8 +40,7 @@ struct RailWarp {
         warp(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
         num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
         num_others(op.context.num_others()),
-        num_senders(num_warps - num_others),
-        pace(op.context) {}
+        num_senders(num_warps - num_others) {}
 
   // [warp] Return true in a relay, false in a sender.
   __device__ bool relays() const { return warp < num_others; }
@@ -70,7 +67,6 @@ struct RailWarp {
   // data covered by the flag may be read, by this warp. Called in relays, and in senders for `inbox_free`.
   __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     uint64_t* const flag = flags + static_cast<size_t>(context.other_node_idx(node)) * max_chunks + chunk;
-    flush();
     if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
     if (lane == 0) wire().arrived(node, flag, op.epoch);
     __syncwarp();
@@ -82,7 +78,6 @@ struct RailWarp {
   // those blocks wait for peers with a limit, and abort this rank when it is over. A limit here could end first, and
   // would report this rank as late. Called in senders, and in relays for `listed`.
   __device__ bool wait_for_self(const uint64_t* flag) const {
-    if (pace.holds_share() && !__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) flush();
     bool arrived;
     do arrived = ptx::load_acquire(flag) >= op.epoch;
     while (!arrived && !has_aborted(context));
@@ -109,11 +104,13 @@ struct RailWarp {
     return {context, shared + threadIdx.x / 32 * of_warp, of_warp};
   }
 
-  // [warp] Count the bytes that this sender is about to put to a node.
-  __device__ void count_bytes(uint64_t* counters, int node, uint32_t bytes) const {
+  // [warp] Count the bytes that this sender is about to put to a node. `bytes` has 64 bits, so that a caller thinks of
+  // its product: 2^19 rows of 14 KiB do not fit into 32 bits.
+  template <class Bytes>
+  __device__ void count_bytes(uint64_t* counters, int node, Bytes bytes) const {
+    static_assert(sizeof(Bytes) == sizeof(uint64_t));
     if (lane != 0) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), static_cast<unsigned long long>(bytes));
-    pace.book(bytes);
   }
 
   // [warp] Put this sender's share of tokens [begin, end) to a node that is not mapped: of those with goes(token). A
@@ -128,7 +125,7 @@ struct RailWarp {
     const auto put = [&](const TokenArray& array, int token, uint32_t num) {
       if (array.bytes == 0) return;
       const size_t offset = token * array.stride;
-      count_bytes(context.arrays.bytes_sent, node, num * array.bytes);
+      count_bytes(context.arrays.bytes_sent, node, uint64_t{num} * array.bytes);
       wire().put(node, static_cast<char*>(array.remote) + offset, static_cast<const char*>(array.local) + offset,
                  num * array.bytes);
     };
@@ -146,34 +143,27 @@ struct RailWarp {
     }
   }
 
-  // [warp] Count this sender in, after its puts. The last of all senders resets the counter and raises the wire flag at
-  // the rail peer: it covers the puts of all senders.
-  __device__ void count_in(const SentShare& share) const {
+  // [warp] Count this sender in, after its puts to a node. The last of all senders resets the counter and raises the
+  // wire flag at the rail peer: it covers the puts of all senders.
+  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* remote_flag) const {
     __syncwarp();
     if (lane == 0) {
       ptx::fence_system();
-      if (atomicAdd(share.counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
-        *share.counter = 0;
+      if (atomicAdd(counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
+        *counter = 0;
         ptx::fence_system();
-        wire().signal(share.node, share.remote_flag, op.epoch);
+        wire().signal(node, remote_flag, op.epoch);
       }
     }
     __syncwarp();
-  }
-
-  // [warp] Count this sender in for a share of puts, at once or with a pace a little later: at the latest when it waits
-  // for other blocks, or flushes.
-  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* remote_flag) const {
-    pace.finish({counter, node, remote_flag}, [&](const SentShare& share) { count_in(share); });
-  }
-  __device__ void flush() const {
-    pace.flush([&](const SentShare& share) { count_in(share); });
   }
 
   // [warp] Wait until the ranks of this node have read the rows and metadata of earlier operations. Then raise
   // `inbox_free` at the rail peers: theirs may come. The senders take the peers in turn. If a peer is in another kind
   // of operation, it may send rows all the same, but nobody reads them. `is_free` as in wait_for_free_staging. Return
   // false after an abort of this rank. Called in senders, once per operation.
+  // waits: consumed (free staging)
+  // raises: inbox_free
   __device__ bool hand_over_inbox(bool is_free) const {
     if (sender() >= num_others) return true;
     if (!is_free && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
@@ -187,10 +177,7 @@ struct RailWarp {
   // [warp] Raise a wire flag that covers the puts of this sender alone.
   __device__ void signal_alone(int node, uint64_t* remote_flag) const {
     __syncwarp();
-    if (lane == 0) {
-      pace.wait();
-      wire().signal(node, remote_flag, op.epoch);
-    }
+    if (lane == 0) wire().signal(node, remote_flag, op.epoch);
   }
 
   static constexpr uint32_t kCallBytes = Call::kNumWords * sizeof(Tagged);
@@ -201,6 +188,8 @@ struct RailWarp {
   // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; the senders take the peers in turn.
   // Wait until this rank has announced them, then signal `call_arrived` behind them. Return false after an abort of
   // this rank. Called in senders.
+  // waits: called of this rank
+  // raises: call_arrived
   __device__ bool send_call(bool has_counts) const {
     if (sender() >= num_others) return true;
     const Tagged* const call = call_at(op, op.rank());
@@ -209,7 +198,7 @@ struct RailWarp {
     for (int i = sender(); i < num_others; i += num_senders) {
       const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
       int32_t* const counts = own_counts(op, op.rank()).data;
-      count_bytes(context.arrays.lists_sent, node(i), counts_bytes + kCallBytes);
+      count_bytes(context.arrays.lists_sent, node(i), uint64_t{counts_bytes} + kCallBytes);
       if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
       wire().put(node(i), arriving_call(op.context.remote_rail_buffer(node(i), &RailArrays::call)), call, kCallBytes);
       signal_alone(node(i), flag_at(node(i), context.own.call_arrived));
@@ -220,6 +209,8 @@ struct RailWarp {
   // [warp] Wait for the Call of the rail peer on `node`, and for the counts of its new plan. Copy both to the ranks of
   // this node, the Call last: it covers the counts. Return false after an abort of this rank. Called in
   // a relay. If the peer makes no new plan, the copied counts are stale: the Calls differ, so no rank reads them.
+  // waits: call_arrived (counts, or partial sums in a combine)
+  // raises: called
   __device__ bool relay_call(int node, bool has_counts) const {
     if (!wait_for_peer(phase_of_calls(op), node, context.own.call_arrived)) return false;
     const int source = context.rail_peer(node);

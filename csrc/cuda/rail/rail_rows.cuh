@@ -21,22 +21,24 @@ struct DispatchRailWarp : RailWarp {
     for (uint32_t offset = 0; offset < bytes; offset += kPiece, ++piece) {
       if (piece % num_senders != sender()) continue;
       const uint32_t piece_bytes = min(kPiece, bytes - offset);
-      count_bytes(context.arrays.lists_sent, node, piece_bytes);
+      count_bytes(context.arrays.lists_sent, node, uint64_t{piece_bytes});
       wire().put(node, remote + offset / 4, local + offset / 4, piece_bytes);
     }
   }
 
   // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
   // there even without a usable plan. Called in senders, after `listed` of this rank.
+  // raises: items_arrived
   __device__ void send_items(const DispatchParams& params, bool usable) const {
     const Config& config = context.config;
     for (int i = 0; i < num_others; ++i) {
       const int to = node(i);
       int piece = 0;
-      if (has_messages() && sender() == 0)
+      if (has_messages() && sender() == 0) {
+        const int ints = op.ranks_per_node() * context.item_ints + context.table_ints;  // of a row
         count_bytes(context.arrays.lists_sent, to,
-                    message_rows(params, &MessageRows::to, to) *
-                        (op.ranks_per_node() * context.item_ints + context.table_ints) * 4);
+                    static_cast<uint64_t>(message_rows(params, &MessageRows::to, to)) * ints * sizeof(int32_t));
+      }
       const bool puts = usable && !has_messages();
       for (int local = 0; puts && local < op.ranks_per_node(); ++local) {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
@@ -101,7 +103,7 @@ struct DispatchRailWarp : RailWarp {
       const uint32_t token_bytes = params.row_stride + params.metadata_bytes;
       int num_rows = rows_before(params, to, end) - rows_before(params, to, begin);
       if (!params.args.message_rows && end == params.args.num_tokens) num_rows = context.config.max_tokens - begin;
-      if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, num_rows * token_bytes);
+      if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, static_cast<uint64_t>(num_rows) * token_bytes);
       if (!packs) return;
     }
     if (!wire().maps(to) && !wire().has_messages(to))
@@ -118,7 +120,8 @@ struct DispatchRailWarp : RailWarp {
       if (lanes == 0) continue;
       // Count once for all: an atomic access takes as long as a short put.
       if (!packs)
-        count_bytes(context.arrays.bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.metadata_bytes));
+        count_bytes(context.arrays.bytes_sent, to,
+                    static_cast<uint64_t>(__popc(lanes)) * (params.args.row_bytes + params.metadata_bytes));
       const int lane_row = goes ? rows_before(params, to, lane_token + 1) - 1 : 0;
       for (; lanes != 0; lanes &= lanes - 1) {
         const int from_lane = __ffs(lanes) - 1;
@@ -146,6 +149,8 @@ struct DispatchRailWarp : RailWarp {
   // they are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. It is not
   // known yet whether the ranks agree, or whether the new plan will be usable. So all rows go; if not, nobody reads
   // them. Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
+  // waits: listed of this rank, staged of this rank, inbox_free (free staging)
+  // raises: rows_arrived
   __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
     if (!sends_early(params) || !sends_rows(params)) {
       const Verdict verdict = agree(op, false);
@@ -167,7 +172,6 @@ struct DispatchRailWarp : RailWarp {
         has_items = false;
       }
       if (chunk == end_chunk) {
-        flush();
         stamp(op, Step::kAllSent);
         return agree(op, false);
       }
@@ -203,6 +207,8 @@ struct DispatchRailWarp : RailWarp {
   // once this operation is complete here, no peer may still store data here. Return what `agree` found, or kAborted
   // after an abort of this rank. Called in a relay. After a difference wait for no rows: they have arrived before all
   // ranks agree on the next operation.
+  // waits: items_arrived (lists), listed of this rank, rows_arrived (rows)
+  // raises: listed, staged
   __device__ Verdict relay_rows(const DispatchParams& params, int node) const {
     const Verdict verdict = agree(op, false);
     if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;

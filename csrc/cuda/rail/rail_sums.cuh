@@ -20,7 +20,8 @@ struct CombineRailWarp : RailWarp {
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
     if (wire().has_messages(to)) {
       if (sender() == 0)
-        count_bytes(context.arrays.bytes_sent, to, (end - begin) * (context.slot_stride + weight_bytes));
+        count_bytes(context.arrays.bytes_sent, to,
+                    static_cast<uint64_t>(end - begin) * (context.slot_stride + weight_bytes));
       return;
     }
     const auto goes_to = [&](int token) {
@@ -42,8 +43,9 @@ struct CombineRailWarp : RailWarp {
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
       // Count once for all, as for rows.
-      count_bytes(context.arrays.bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
-      for (; !context.is_direct(to) && lanes != 0; lanes &= lanes - 1) {
+      count_bytes(context.arrays.bytes_sent, to,
+                  static_cast<uint64_t>(__popc(lanes)) * (context.row_bytes + weight_bytes));
+      for (; !context.maps(to) && lanes != 0; lanes &= lanes - 1) {
         const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
         puts.put(to, {context.remote_rail_buffer(to, &RailArrays::sums) + offset,
                       context.my_inbox(to, &Inbox::staging) + offset, context.row_bytes});
@@ -59,6 +61,7 @@ struct CombineRailWarp : RailWarp {
 
   // [warp] Put the combine weights of this rank's tokens to the rail peers; the senders take the peers in turn. All
   // ranks have begun this combine, so nobody there uses the memory any more. Called in senders, once all ranks agree.
+  // raises: rows_arrived
   __device__ void send_combine_weights(const CombineParams& params) const {
     float* const combine_weights = context.my_inbox(context.node, &Inbox::weights);
     // Whole vectors: up to 12 bytes more go to the padding behind the array.
@@ -66,7 +69,7 @@ struct CombineRailWarp : RailWarp {
     const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
     for (int i = sender(); i < num_others; i += num_senders) {
       // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-      count_bytes(context.arrays.lists_sent, node(i), bytes);
+      count_bytes(context.arrays.lists_sent, node(i), uint64_t{bytes});
       wire().put(node(i), combine_weights, combine_weights, bytes);
       signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks));
     }
@@ -74,6 +77,8 @@ struct CombineRailWarp : RailWarp {
 
   // [warp] Wait for the combine weights of the rail peer on `node`, and raise its first `staged` flag at every rank of
   // this node. Return false after an abort of this rank. Called in a relay, once all ranks agree.
+  // waits: rows_arrived (weights)
+  // raises: staged
   __device__ bool relay_combine_weights(int node) const {
     if (!wait_for_peer(Phase::kWeights, node, context.own.rows_arrived, context.max_token_chunks)) return false;
     raise(context.own.staged + static_cast<size_t>(context.rail_peer(node)) * context.max_token_chunks);
@@ -83,6 +88,8 @@ struct CombineRailWarp : RailWarp {
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
   // Return false after an abort of this rank. Called in senders, once all ranks agree. With an unusable plan there are
   // no sums to wait for.
+  // waits: summed of this rank
+  // raises: sums_arrived
   __device__ bool send_sums(const CombineParams& params, char* shared) const {
     LongPuts puts = long_puts(shared, params.memory.pipeline.num_smem_stages * params.memory.pipeline.smem_stage_bytes);
     const int max_chunks = context.max_sum_chunks;
@@ -103,7 +110,6 @@ struct CombineRailWarp : RailWarp {
                        flag_at(to, context.own.sums_arrived, max_chunks, chunk));
         if (chunk == 0) stamp(op, Step::kFirstSent);
       }
-    flush();
     stamp(op, Step::kAllSent);
     return true;
   }
@@ -111,6 +117,8 @@ struct CombineRailWarp : RailWarp {
   // [warp] Wait for each chunk of sums from the rail peer on `node`, and raise `sums_relayed`: at this rank alone,
   // because no other rank reads them. Return false after an abort of this rank. Called in a relay, once all ranks
   // agree.
+  // waits: sums_arrived (sums between nodes)
+  // raises: sums_relayed
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
     // Wait for messages without sums for this node too, as relay_rows.

@@ -41,10 +41,11 @@ __device__ inline Counts own_counts(const Op& op, int source) { return counts_at
 // [warp] Write this rank's Call to every rank of the node, in one warp of one block. Wait for nothing. All that this
 // rank did in earlier operations comes before this kernel, so it comes before the Call. With `covers` the Call also
 // covers what this warp did before in this operation, and what it has seen by a barrier: counts for example. This takes
-// a fence, and 1 to 2 us.
+// a fence: about 1 us, and 10 us and more while other warps of this multiprocessor store to peers (H200).
 //
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
 // e - 1, and completed e - 2. The same holds for counts, choices and combine weights.
+// raises: called
 __device__ inline void announce(const Op& op, const Call& call, bool covers) {
   const Context& context = op.context;
   if (covers && static_cast<int>(threadIdx.x) % 32 < op.ranks_per_node()) ptx::fence_system();
@@ -67,6 +68,7 @@ __device__ inline Phase phase_of_calls(const Op& op) {
 
 // [warp] Wait for the Calls of all ranks. Return as wait_until. A lane waits for one word. If all words need several
 // waits, wait for one word of each rank first: each wait has the limit anew, and names only late ranks of its own.
+// waits: called (counts, or partial sums in a combine)
 __device__ inline bool wait_for_calls(const Op& op) {
   constexpr int kTogether = 32 / Call::kNumWords;  // ranks
   const int lane = threadIdx.x % 32;
@@ -118,11 +120,20 @@ __device__ inline uint32_t absent_ranks(const Op& op) {
 }
 
 // [warp] Compare the Calls of all ranks, after wait_for_calls. Find the first field that differs, and the first rank
-// that differs there. A lane compares one word of one rank at a time: this code runs once, so short code is fast code.
+// that differs there. Without a difference find the first rank whose numbers are out of range: the field is then
+// kNumCompared. A lane compares one word of one rank at a time: this code runs once, so short code is fast code.
 __device__ inline Difference find_difference(const Op& op) {
   constexpr int kTogether = 32 / Call::kNumWords;  // ranks
   const int lane = threadIdx.x % 32, which = lane % Call::kNumWords;
   const auto load = [&](int rank) { return word_of_call(op, rank, which); };
+  // Tokens and chunks of a rank are indices later. They are the two fields of the last word.
+  static_assert(static_cast<int>(Field::kNumTokens) == 2 * Call::kNumWords - 2 &&
+                static_cast<int>(Field::kNumChunks) == 2 * Call::kNumWords - 1);
+  const auto is_wrong = [&](uint64_t word) {
+    return which == Call::kNumWords - 1 &&
+           (static_cast<uint32_t>(word) > static_cast<uint32_t>(op.context.config.max_tokens) ||
+            static_cast<uint32_t>(word >> 32) > static_cast<uint32_t>(op.context.max_pushed_chunks));
+  };
   const uint32_t absent = absent_ranks(op);
   const int first_rank = absent == 0 ? 0 : __ffs(~absent) - 1;
   const uint64_t of_first = load(first_rank);
@@ -130,8 +141,10 @@ __device__ inline Difference find_difference(const Op& op) {
 #pragma unroll 2
   for (int begin = 0; begin < op.num_ranks(); begin += kTogether) {
     const int rank = min(begin + lane / Call::kNumWords, op.num_ranks() - 1);
-    const uint64_t differs = load(rank) ^ of_first;
-    if (differs == 0 || (absent != 0 && (absent >> rank & 1))) continue;
+    const uint64_t word = load(rank), differs = word ^ of_first;
+    if (absent != 0 && (absent >> rank & 1)) continue;
+    if (is_wrong(word)) first = min(first, kNumCompared * kMaxRanks + rank);
+    if (differs == 0) continue;
     const int field = 2 * which + (static_cast<uint32_t>(differs) == 0);
     if (field < kNumCompared) first = min(first, field * kMaxRanks + rank);
   }
@@ -148,6 +161,8 @@ __device__ inline Difference find_difference(const Op& op) {
 // After kDiffer all partial sums pushed to this rank have arrived. Only early rows and metadata may still arrive. No
 // rank reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags
 // of its own pushes first.
+// waits: pushed (partial sums) after a difference
+// reports: kDiffer, kWrongCall
 __device__ EP_ONE_COPY inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
   if (op.is_second && context.state->agreed == op.epoch) return Verdict::kAgree;
@@ -156,6 +171,11 @@ __device__ EP_ONE_COPY inline Verdict agree(Op op, bool keeps = true, bool drain
   if (!found.found) {
     if (!op.is_second && op.block == 0 && threadIdx.x % 32 == 0) context.state->agreed = op.epoch;
     return Verdict::kAgree;
+  }
+  if (found.field == kNumCompared) {
+    if (threadIdx.x % 32 == 0) abort_because_of(op, Phase::kWrongCall, found.rank, 0);
+    __syncwarp();
+    return Verdict::kAborted;
   }
   if (!drains) return Verdict::kDiffer;
   // Keep the difference.
@@ -196,11 +216,13 @@ __device__ bool was_masked_by_a_peer(const Op& op) {
 // arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
 // may be in the other operation, so raise both flags; and with `both` this rank has read both. Afterwards State::epoch
 // is this operation's. Wait for own puts, not for peers.
+// raises: consumed, slots_free
+// reports: out_of_step
 //
 // The flags say that this rank has read memory of its peers, or its own slots. All these loads have ended: their values
 // were used, or their mbarriers have counted the bytes. Nothing that a peer stores after it sees the flag can change
-// them any more. So with one node the flags need no fence of the system, which takes 1.6 us even with nothing to order
-// (H100). With several nodes puts have read memory too; there the fence stays.
+// them any more. So with one node the flags need no fence of the system, which takes 0.6 us even with nothing to order
+// (H200). With several nodes puts have read memory too; there the fence stays.
 template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs,
                          bool both = false) {

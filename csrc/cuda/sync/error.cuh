@@ -1,6 +1,6 @@
 // Errors of the caller, as found by kernels. The first one of an operation is recorded in device memory. It is
-// published to the host at the end of the operation, or earlier if the host waits for the counts. docs/protocol.md says
-// why.
+// published to the host at the end of the operation, or earlier if the host waits for the counts.
+// docs/protocol_faults.md says why.
 #pragma once
 #include "cuda/sync/wait.cuh"
 

@@ -57,6 +57,7 @@ __device__ inline uint64_t bits_of_all(uint64_t bits) {
 // [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers, with the late
 // ranks. Only the first call on a rank does anything; after an abort by the host, none does. Other waits of this rank
 // then end within 32 turns.
+// raises: aborted
 __device__ __noinline__ inline void abort_rank(Op op, Phase phase, const RankSet& late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
@@ -108,6 +109,7 @@ __device__ inline uint32_t masked_ranks(const Op& op) {
 // [thread] Mask a rank of the node: from now on no warp of this rank waits for it. Raise `excluded` at the masked rank
 // first. It may be slow, not dead, and may read memory that this rank overwrites after this call. So it reads the flag
 // after its last load.
+// raises: excluded
 __device__ inline void mask_rank(const Context& context, int rank) {
   ptx::store_relaxed(context.peers.at(context.own.excluded + context.config.rank, context.local_of(rank)), 1);
   ptx::fence_system();
@@ -123,6 +125,7 @@ __device__ inline bool is_excluded(const Op& op) {
 }
 
 // [warp] With masks: abort this rank if another one has masked it. Return whether it has.
+// reports: late (this rank itself, masked by another one)
 __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
   if (!has_masks(op.context) || !is_excluded(op)) return false;
   if (threadIdx.x % 32 == 0) abort_because_of(op, phase, op.rank(), 0);
@@ -143,7 +146,7 @@ __device__ inline bool measures_waits(const Op& op) {
 // rank.
 constexpr uint64_t kPatienceNs = 1'000'000'000;
 
-// [thread] Return the limit of a single wait. With masks it is the same for all waits: docs/protocol.md says why.
+// [thread] Return the limit of a single wait. With masks it is the same for all waits (docs/protocol_faults.md).
 __device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is_relayed) {
   const bool hangs_on_waits =
       is_relayed || phase == Phase::kFreeStaging || phase == Phase::kFreeSlots || phase == Phase::kNodeSums;
@@ -154,6 +157,7 @@ __device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is
 // `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame nobody:
 // their ranks may be slow, not late. If raisers name only this rank, it may be waiting itself: then the ranks of its
 // waiting lanes are late. This rank is blamed only if no other one is.
+// reports: late
 __device__ __noinline__ inline void abort_for_late_ranks(Op op, Phase phase, bool waits, bool is_over, int rank,
                                                          int raiser, uint64_t waited_ns) {
   uint64_t names = 0;  // by the raiser. Its kernel and its host may abort together, and so leave none
@@ -244,6 +248,7 @@ constexpr uint32_t kPollsBetweenChecks = 1024;
 // after kAgree: the words are on their way, unless their rank has died behind its Call. `since`: the thread's first
 // look at the clock after kAgree, so the wait for the Calls does not shorten the limit. Words of this rank itself have
 // no limit: its other warps wait for peers.
+// reports: late (tagged words are missing)
 __device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, const Tagged* words, int num,
                                                 uint64_t since) {
   if (rank == op.rank()) return has_aborted(op.context);
@@ -349,6 +354,7 @@ struct StagedFlags {
 
   // [warp] Wait for a chunk of `rank`, the same in all lanes. Return false after an abort of this rank. After true, all
   // lanes may read the chunk's memory, also by bulk loads.
+  // waits: staged (rows)
   __device__ bool wait(const Op& op, int rank, int chunk) const {
     const uint64_t* flag = flag_of(op, rank, chunk);
     if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.context.raiser_of(rank))) return false;
