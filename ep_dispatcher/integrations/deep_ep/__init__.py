@@ -1,4 +1,4 @@
-"""DeepEP's Python interfaces, of 1.2.1 (Buffer) and 2 (ElasticBuffer), on ep_dispatcher, for programs written for them.
+"""DeepEP's Python interfaces, of 1.2.1 (Buffer), 2 (ElasticBuffer) and 2.5 (EPBuffer), on ep_dispatcher.
 
     import ep_dispatcher.integrations.deep_ep as d
     d.install()                       # before the program imports deep_ep
@@ -15,7 +15,25 @@ from ep_dispatcher.integrations.deep_ep.buffer import Buffer
 from ep_dispatcher.integrations.deep_ep.config import Config
 from ep_dispatcher.integrations.deep_ep.elastic import ElasticBuffer
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
+from ep_dispatcher.integrations.deep_ep.ep_buffer import EPBuffer
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap
 from ep_dispatcher.integrations.deep_ep.path import install, uninstall
+from ep_dispatcher.integrations.deep_ep.pool import destroy_buffers
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "uninstall"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "destroy_buffers",
+    "install",
+    "uninstall",
+]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone."""
+    return __all__

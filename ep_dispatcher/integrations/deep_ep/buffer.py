@@ -87,8 +87,10 @@ class Buffer(LowLatency):
     low_latency_mode    allows the low_latency_ methods
     enable_shrink       low_latency_ methods mask a rank that does not answer within EP_DISPATCHER_TIMEOUT_S, and go on
                         without it (``ep.Buffer.mask``), if the engine can: on one node, with few tokens
-    explicitly_destroy  allows destroy(); without it the memory is freed with the last buffer and handle of the group
+    explicitly_destroy  allows destroy(); without it the memory stays until the group or ``destroy_buffers()`` ends it
     """
+
+    stands_for = "Buffer"
 
     num_sms: int = 20
 
@@ -129,7 +131,7 @@ class Buffer(LowLatency):
                 say_without_effect(name, "the engine finds out which memory ranks can share when a buffer is made")
 
     def destroy(self) -> None:
-        """Free the memory with the last buffer of the group. Collective."""
+        """Free the memory with the last buffer of the group, if all were made with explicitly_destroy. Collective."""
         super().destroy()
         self.runtime = None
 
@@ -188,14 +190,14 @@ class Buffer(LowLatency):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """Return num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank, event. Local.
 
-        Shapes and dtypes are those of layout.dispatch_layout. Here and elsewhere ``event`` is empty without
-        ``async_finish``.
+        Shapes and dtypes are those of layout.Layout. On a GPU an expert that does not exist counts as none here; the
+        dispatch refuses it. Here and elsewhere ``event`` is empty without ``async_finish``.
         """
         with self._comm.operation((topk_idx,), previous_event, async_finish, allocate_on_comm_stream) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
-            layout.remember(counted[-1], topk_idx, counted[0], counted[2])
+            layout.remember(counted, topk_idx)
             operation.hand_over(*counted)
-        return *counted, operation.event
+        return *counted[:4], operation.event
 
     def dispatch(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_dispatcher import checks
+from ep_dispatcher.integrations.agree import is_first_rank
 
 topk_idx_t = torch.int64  # of topk_idx
 NVL_PEERS = 8  # ranks that DeepEP takes for one node
@@ -19,10 +20,11 @@ _said: set[str] = set()
 
 
 def say_once(text: str) -> None:
-    """Log a warning once per process, as for an argument that is accepted without effect."""
+    """Log a warning once, on the first rank of the job, as for an argument that is accepted without effect."""
     if text not in _said:
         _said.add(text)
-        logger.warning("ep_dispatcher as deep_ep: %s", text)
+        if is_first_rank():
+            logger.warning("ep_dispatcher as deep_ep: %s", text)
 
 
 def say_without_effect(arguments: str, reason: str) -> None:

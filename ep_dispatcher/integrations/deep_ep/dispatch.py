@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import checks
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, carrying, make_items, say_missing, set_num_rows
+from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, carrying, make_items, note_missing, set_num_rows
+from ep_dispatcher.integrations.deep_ep.late import LateMistakes
 from ep_dispatcher.integrations.deep_ep.layout import (
     check_same_routing,
+    check_without_topk_idx,
     distinct,
-    is_of_one_layout,
-    refuse_repeated,
+    origin_of,
+    repeated,
     routing_of_ranks,
 )
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
@@ -40,11 +42,11 @@ class Routing(NamedTuple):
     topk_idx: Tensor | None  # int64 [num_tokens, num_topk]
     topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
 
-    def check(self, rows: Rows, num_ranks: int) -> None:
+    def check(self, rows: Rows, num_ranks: int, late: LateMistakes) -> None:
         per_rank, per_expert, in_rank, per_node, topk_idx, topk_weights = self
         device = rows.device.type
-        is_known = is_of_one_layout(in_rank, per_rank, per_expert) and in_rank.device == rows.device
-        if not is_known or in_rank.shape != (rows.num_tokens, num_ranks):
+        is_known = origin_of(in_rank, per_rank, per_expert) is not None
+        if not is_known or in_rank.device != rows.device or in_rank.shape != (rows.num_tokens, num_ranks):
             checks.tensor("num_tokens_per_rank", per_rank, (torch.int32,), (num_ranks,), device)
             checks.tensor("num_tokens_per_expert", per_expert, (torch.int32,), ("num_experts",), device)
             checks.tensor("is_token_in_rank", in_rank, (torch.bool,), (rows.num_tokens, num_ranks), device)
@@ -55,15 +57,18 @@ class Routing(NamedTuple):
             missing = "topk_idx" if topk_idx is None else "topk_weights"
             checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
         if topk_idx is not None:
-            check_same_routing(topk_idx, per_expert.numel(), in_rank)
+            check_same_routing(late, topk_idx, per_rank, per_expert, in_rank)
+        else:
+            check_without_topk_idx(late, per_rank, per_expert, in_rank)
 
 
 def dispatch(
     pool: Pool, rows: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int, num_channels: int
 ) -> tuple[Received, HandlePlans]:
     """Dispatch with a new routing. The arguments and what is received are those of ``Buffer.dispatch``."""
-    num_ranks, exact, is_distinct = pool.group.size(), envs.deep_ep_exact(), False
-    routing.check(rows, num_ranks)
+    num_ranks, is_distinct = pool.group.size(), False
+    routing.check(rows, num_ranks, pool.late)
+    exact, mistake = pool.settings(num_worst_tokens).exact, None
     idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
     gathers = exact or idx is None  # counts of all ranks
     if idx is None:
@@ -71,11 +76,13 @@ def dispatch(
             checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
         idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
     elif exact and num_experts * idx.shape[1] <= MAX_EXPERTS:
-        idx, num_experts, is_distinct = distinct(idx), num_experts * idx.shape[1], True
+        idx, num_experts, is_distinct = distinct(idx, num_experts), num_experts * idx.shape[1], True
     else:
-        refuse_repeated(idx, _EXACT)
+        mistake = repeated(idx, _EXACT)
     key = Key(rows.kind, num_experts, idx.shape[1])
     buffer, max_rows = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens), num_worst_tokens or None
+    if mistake is not None:
+        pool.refuse(mistake)
     # Make these before the launch: after a wait for counts the device may wait for the host.
     plans = HandlePlans(pool, routing.is_token_in_rank, buffer.config.max_tokens_per_rank, max_rows)
     items = make_items(routing.is_token_in_rank, num_channels)
@@ -97,9 +104,11 @@ def dispatch(
         counts = [] if num_worst_tokens else gathered
     elif not num_worst_tokens:
         counts = out.rows_on_host.tolist()  # the host has waited for them
+    if max_rows is None:  # so all that the device found before has arrived; here all ranks are in step
+        pool.raise_late(ends=False)
     if num_ranks <= NVL_PEERS:
         if plans.prefix is None:
-            say_missing("rank_prefix_matrix")
+            note_missing("rank_prefix_matrix")
         else:
             items[0] = plans.prefix
     recv_idx = None if routing.topk_idx is None else out.topk_idx

@@ -1,29 +1,18 @@
-"""``deep_ep.ElasticBuffer``, the interface of DeepEP 2, on ep_dispatcher. elastic_handle.py has its handles."""
+"""``deep_ep.ElasticBuffer``, the interface of DeepEP 2, on ep_dispatcher. elastic_base.py does the work."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ep_dispatcher import checks, engines, envs
-from ep_dispatcher.gather import Gather
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
-from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, handle_of
-from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, outside_graphs
-from ep_dispatcher.integrations.deep_ep.pool import Key, PoolUser
-from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Rows, add_biases, biases_of
-from ep_dispatcher.memory import DEFAULT_SMS
-from ep_dispatcher.nvlink import find_nodes
-from ep_dispatcher.topology import host_id, registered_group
-
-_ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
-_WIRE = "between nodes the engine uses the connections of its own wire"
-Previous = EventHandle | EventOverlap | None
+from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, refused
+from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
+from ep_dispatcher.integrations.deep_ep.events import EventOverlap, outside_graphs
 
 
 @outside_graphs
-class ElasticBuffer(PoolUser):
+class ElasticBuffer(ElasticBase):
     """Dispatch and combine with DeepEP 2's names, arguments and results, in two layouts, for training and decoding.
 
         recv_x, recv_topk_idx, recv_topk_weights, handle, event = buffer.dispatch(x, topk_idx, ..., num_experts=...)
@@ -41,9 +30,12 @@ class ElasticBuffer(PoolUser):
     num_gpu_timeout_secs     limit of every wait, also of the host, in memory that this buffer makes;
                              100: EP_DISPATCHER_TIMEOUT_S
     allow_hybrid_mode=False  only lets get_logical_domain_size say that there is one domain
-    explicitly_destroy       allows destroy(); without it the memory is freed with the last buffer and handle
+    explicitly_destroy       allows destroy(); without it the memory stays until the group or
+                             ``ep_dispatcher.integrations.deep_ep.destroy_buffers()`` ends it
     all others               hints without effect, and a line says so once
     """
+
+    stands_for = "ElasticBuffer"
 
     def __init__(
         self,
@@ -66,62 +58,24 @@ class ElasticBuffer(PoolUser):
     ):
         if num_cpu_bytes:
             raise NotImplementedError("num_cpu_bytes: of Engram, which is not part of this engine; allowed: 0")
-        most = checks.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
-        checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
-        super().__init__(group, explicitly_destroy)
-        self.rank_idx, self.num_ranks, self.num_max_tokens_per_rank = self.group.rank(), self.group.size(), most
-        hint = self.get_buffer_size_hint(group, most, hidden, num_topk, use_fp8_dispatch)
-        self.num_bytes = hint if num_bytes is None else num_bytes
-        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
-        self.allow_multiple_reduction = allow_multiple_reduction
-        self.prefer_overlap_with_compute = prefer_overlap_with_compute
-        self.num_allocated_qps = num_allocated_qps or 1
-        self._timeout_s = None if num_gpu_timeout_secs == 100 else num_gpu_timeout_secs
-        for argument, given, default, reason in (
-            ("prefer_overlap_with_compute", bool(prefer_overlap_with_compute), True, "num_sms of a dispatch has one"),
-            ("sl_idx", sl_idx, 3, _WIRE),
-            ("num_allocated_qps", num_allocated_qps, 0, _WIRE),
-            ("num_cpu_timeout_secs", num_cpu_timeout_secs, 300, "num_gpu_timeout_secs limits waits of the host too"),
-        ):
-            if given != default:
-                say_without_effect(argument, reason)
-        with Gather(registered_group(self.group), envs.timeout_s()) as gather:
-            found = gather("hosts", lambda: (host_id(), engines.choose(envs.engine())))
-            hosts, names = (list(of_ranks) for of_ranks in zip(*found, strict=True))
-            engine = "cpu" if "cpu" in names else "cuda"
-            self._topology, _ = find_nodes(gather, self.rank_idx, hosts, envs.ranks_per_node(), engine)
-        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
-        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: ProcessGroup | DeviceMesh,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-    ) -> int:
-        """Return bytes, a multiple of 2 MiB, that grow with tokens, ranks and rows; not the memory of our buffers."""
-        sent = hidden + 4 * checks.num_scales(hidden) if use_fp8_dispatch else 2 * hidden
-        back = 2 * hidden if allow_multiple_reduction else 4 * hidden
-        num_bytes = (1 + allow_hybrid_mode) * group.size() * num_max_tokens_per_rank * (sent + back + 24 * num_topk)
-        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    @staticmethod
-    def capture() -> EventHandle:
-        """Return an event of all work so far in the current stream."""
-        return EventHandle()
-
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return the number of nodes, and of ranks of each."""
-        return self._topology.num_nodes, self._topology.ranks_per_node
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return the same; without allow_hybrid_mode 1 and the number of ranks."""
-        return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.num_ranks)
+        super().__init__(
+            group,
+            num_bytes=num_bytes,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            num_topk=num_topk,
+            use_fp8_dispatch=use_fp8_dispatch,
+            deterministic=deterministic,
+            allow_hybrid_mode=allow_hybrid_mode,
+            allow_multiple_reduction=allow_multiple_reduction,
+            prefer_overlap_with_compute=prefer_overlap_with_compute,
+            num_allocated_qps=num_allocated_qps,
+            num_cpu_timeout_secs=num_cpu_timeout_secs,
+            num_gpu_timeout_secs=num_gpu_timeout_secs,
+            explicitly_destroy=explicitly_destroy,
+        )
+        if sl_idx != 3:
+            say_without_effect("sl_idx", WIRE)
 
     def get_theoretical_num_sms(
         self,
@@ -134,15 +88,7 @@ class ElasticBuffer(PoolUser):
         sm_write_gbs: float = 50,
     ) -> int:
         """Return the engine's default, 24, for any sizes."""
-        if num_scaleout_topk:
-            raise NotImplementedError("num_scaleout_topk: reserved in DeepEP too; allowed: 0")
-        if (rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs) != (0, 0, 200, 50):
-            say_without_effect("rdma_gbs, nvlink_gbs, sm_read_gbs and sm_write_gbs", "24 is measured, not modelled")
-        return DEFAULT_SMS
-
-    def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Return num_allocated_qps: the engine has its own connections."""
-        return self.num_allocated_qps
+        return self._num_sms(num_scaleout_topk, (rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs), (0, 0, 200, 50))
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Let the current stream wait until all ranks have come here: a dispatch of no tokens.
@@ -151,16 +97,7 @@ class ElasticBuffer(PoolUser):
         with_cpu_sync    the host waits for the device before and after
         sequential       changes nothing that a program could see
         """
-        buffer = self._pool_for(None, self._timeout_s).sized(Key(SMALLEST, self.num_ranks, 1), 1)
-        device, on_gpu = buffer.engine, buffer.engine == "cuda"
-        if with_cpu_sync and on_gpu:
-            torch.cuda.synchronize()
-        if use_comm_stream and on_gpu:
-            torch.cuda.current_stream().wait_stream(self.get_comm_stream())
-        rows = torch.empty(0, SMALLEST.hidden, dtype=SMALLEST.dtype, device=device)
-        buffer.dispatch(rows, torch.empty(0, 1, dtype=torch.int64, device=device), max_recv_rows=0)
-        if with_cpu_sync and on_gpu:
-            torch.cuda.synchronize()
+        self._barrier(use_comm_stream, with_cpu_sync)
 
     def dispatch(
         self,
@@ -209,52 +146,28 @@ class ElasticBuffer(PoolUser):
 
         Raises ValueError for arguments that are not allowed, PeerTimeoutError if a rank does not arrive.
         """
-        rows, stats, is_new = Rows(x), cumulative_local_expert_recv_stats, handle is None
-        device = rows.device.type
-        self._check_common(num_sms, num_qps, previous_event, allocate_on_comm_stream)
-        if do_zero_padding and not do_expand:
-            checks.fail("do_zero_padding", True, "True only with do_expand")
-        pool = self._pool_for(num_sms or None, self._timeout_s)
-        sizes = dict(
-            num_experts=num_experts, expert_alignment=expert_alignment, num_max_tokens_per_rank=num_max_tokens_per_rank
+        received, event = self._dispatch(
+            x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            expert_alignment=expert_alignment,
+            num_sms=num_sms,
+            num_qps=num_qps,
+            previous_event=previous_event,
+            async_with_compute_stream=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+            handle=handle,
+            copies_topk_idx=do_handle_copy,
+            do_cpu_sync=do_cpu_sync,
+            do_expand=do_expand,
+            do_zero_padding=do_zero_padding,
+            use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
+            another_event=previous_event_before_epilogue,
         )
-        if handle is not None:
-            _check_beside(handle_of(handle), sizes, topk_idx=topk_idx, cumulative_local_expert_recv_stats=stats)
-            if do_cpu_sync:
-                checks.fail("do_cpu_sync", True, "None or False with a handle, which has the counts")
-        else:
-            new = self._new_sizes(rows, **sizes)
-            checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (rows.num_tokens, "num_topk"), device)
-            assert topk_idx is not None  # checked
-            handle = EPHandle(
-                pool,
-                self._topology,
-                topk_idx,
-                do_expand=do_expand,
-                num_sms=num_sms or DEFAULT_SMS,
-                do_cpu_sync=do_cpu_sync is not False,
-                max_tokens=max(new["num_max_tokens_per_rank"], self.num_max_tokens_per_rank),
-                **new,
-            )
-            if stats is not None:
-                shape = (handle.num_local,)
-                checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), shape, device)
-        inputs = x, topk_weights, stats, handle
-        with self._comm.operation(inputs, previous_event, async_with_compute_stream) as operation:
-            if previous_event_before_epilogue is not None:
-                previous_event_before_epilogue.current_stream_wait()
-            if is_new and do_handle_copy:
-                handle.topk_idx = handle.topk_idx.clone()
-            out = handle.dispatch(rows.kind, rows.data, topk_weights, "expert" if do_expand else "rank")
-            if is_new:
-                handle.begin(out, envs.deep_ep_exact())
-            if stats is not None:
-                stats += handle.num_unaligned_recv_tokens_per_expert
-            recv_x = rows.restore(out.x)
-            if use_tma_aligned_col_major_sf and isinstance(recv_x, tuple):
-                recv_x = recv_x[0], _column_major(recv_x[1])
-            operation.hand_over(recv_x, out.topk_idx, out.topk_weights, handle)
-        return recv_x, out.topk_idx, out.topk_weights, handle, operation.event
+        return *received, event
 
     def combine(
         self,
@@ -281,66 +194,19 @@ class ElasticBuffer(PoolUser):
 
         The other arguments are those of dispatch.
         """
-        handle = handle_of(handle)
-        self._check_common(num_sms, num_qps, previous_event, allocate_on_comm_stream)
-        checks.tensor("x", x, checks.DTYPES, (handle.num_rows, "hidden"), x.device.type)
-        biases = biases_of(bias, x, len(handle.topk_idx))
-        self._pool_for(num_sms or handle.num_sms, self._timeout_s)
-        inputs = x, topk_weights, biases, handle
-        with self._comm.operation(inputs, previous_event, async_with_compute_stream) as operation:
-            if previous_event_before_epilogue is not None:
-                previous_event_before_epilogue.current_stream_wait()
-            rounds_twice = handle.do_expand or self._topology.num_nodes > 1 or biases
-            y = x.float() if rounds_twice and not self.allow_multiple_reduction else x
-            out = handle.combine(y, topk_weights, "expert" if handle.do_expand else "rank")
-            combined_x = add_biases(out.x, biases, x.dtype)
-            operation.hand_over(combined_x, out.topk_weights, handle)
-        return combined_x, out.topk_weights, operation.event
-
-    @staticmethod
-    def _check_common(num_sms: int, num_qps: int, previous_event: Previous, allocate_on_comm_stream: bool) -> None:
-        checks.integer("num_sms", num_sms, 0)
-        if num_qps:
-            say_without_effect("num_qps", _WIRE)
-        if previous_event is not None and not allocate_on_comm_stream:
-            checks.fail("allocate_on_comm_stream", False, "True with previous_event")
-
-    def _new_sizes(
-        self, rows: Rows, num_experts: int | None, expert_alignment: int | None, num_max_tokens_per_rank: int | None
-    ) -> dict[str, int]:
-        """Return the sizes of a dispatch without a handle, checked."""
-        most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-        most = checks.integer("num_max_tokens_per_rank", most, 1)
-        if rows.num_tokens > most:
-            checks.fail("x", f"{rows.num_tokens} tokens", f"up to num_max_tokens_per_rank = {most}")
-        num_experts = checks.integer("num_experts", num_experts, 1)
-        if num_experts % self.num_ranks:
-            checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({self.num_ranks})")
-        alignment = checks.integer("expert_alignment", 1 if expert_alignment is None else expert_alignment, 1)
-        return dict(num_experts=num_experts, expert_alignment=alignment, num_max_tokens_per_rank=most)
-
-
-def _check_beside(handle: EPHandle, sizes: dict[str, int | None], **tensors: Tensor | None) -> None:
-    """Refuse arguments of a new routing beside a handle, unless they are those of the handle."""
-    for name, given in tensors.items():
-        if given is not None:
-            checks.fail(name, "a tensor beside handle", "None: the handle has the routing and its counts")
-    for name, size in sizes.items():
-        if size not in (None, getattr(handle, name)):
-            checks.fail(name, size, f"None, or {getattr(handle, name)} as of the handle")
-
-
-def _column_major(scales: Tensor) -> Tensor:
-    """Return scales [rows, n] of four bytes with contiguous columns, which begin at multiples of 16 bytes."""
-    columns = scales.new_empty(scales.shape[1], -(-len(scales) // 4) * 4)
-    return columns.t()[: len(scales)].copy_(scales)
-
-
-def _refused(name: str, part: str):
-    def refuse(*args, **kwargs):
-        raise NotImplementedError(f"{name}: of DeepEP's {part}, which is not part of this engine")
-
-    return refuse
+        combined, event = self._combine(
+            x,
+            handle=handle,
+            topk_weights=topk_weights,
+            bias=bias,
+            num_sms=num_sms,
+            num_qps=num_qps,
+            previous_event=previous_event,
+            async_with_compute_stream=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+            another_event=previous_event_before_epilogue,
+        )
+        return *combined, event
 
 
 _REFUSED = {
@@ -351,4 +217,4 @@ _REFUSED = {
 }
 for _part, _names in _REFUSED.items():
     for _name in _names.split():
-        setattr(ElasticBuffer, _name, _refused(_name, _part))
+        setattr(ElasticBuffer, _name, refused(_name, f"of DeepEP's {_part}, which is not part of this engine"))

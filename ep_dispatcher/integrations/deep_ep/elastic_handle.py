@@ -1,4 +1,4 @@
-"""Handles of ``deep_ep.ElasticBuffer``: the routing of one dispatch, its plans, and what programs read of it."""
+"""Handles of ElasticBuffer and EPBuffer: the routing of one dispatch, its plans, and what programs read of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import say_once
-from ep_dispatcher.integrations.deep_ep.handle import Plans, missing, say_missing
+from ep_dispatcher.integrations.deep_ep.handle import Plans, missing, note_missing
+from ep_dispatcher.integrations.deep_ep.layout import version_of
 from ep_dispatcher.integrations.deep_ep.pool import Pool
-from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
+from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, Rows, numbered_rows
 from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import Topology
 
@@ -21,7 +22,8 @@ class EPHandle(Plans):
     """The routing of a dispatch, for combines and for dispatches that repeat it, with rows of any size and dtype.
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms   as given to the dispatch
-    topk_idx                               int64 [num_tokens, num_topk]
+    topk_idx                               int64 or int32 [num_tokens, num_topk], as given: a ValueError after a change
+                                           of it in place, as far as PyTorch counts these
     num_recv_tokens_per_expert_list        rows of each local expert, with padding; empty if the host did not wait
     num_unaligned_recv_tokens_per_expert   int32 [num_local_experts], without padding
     psum_num_recv_tokens_per_expert        int32 [num_local_experts], the end of each expert's rows: with its padding,
@@ -49,9 +51,23 @@ class EPHandle(Plans):
         self.expert_alignment: int = given["expert_alignment"]
         self.num_max_tokens_per_rank: int = given["num_max_tokens_per_rank"]
         self.num_sms: int = given["num_sms"]
-        self.topk_idx = topk_idx
+        self._topk_idx, self._version = topk_idx, version_of(topk_idx)
         self.num_local = self.num_experts // topology.num_ranks
         self._topology, self._waits = topology, do_cpu_sync
+
+    @property
+    def topk_idx(self) -> Tensor:
+        if version_of(self._topk_idx) != self._version:
+            raise ValueError(
+                "topk_idx was changed in place while the handle of its dispatch is in use. Give the dispatch a tensor "
+                "of its own: topk_idx.clone()"
+            )
+        return self._topk_idx
+
+    def keep_copy(self) -> None:
+        """Keep a copy of topk_idx, which the program may change. Called in the stream of the dispatch."""
+        self._topk_idx = self._topk_idx.clone()
+        self._version = version_of(self._topk_idx)
 
     def routing(self, layout: str) -> tuple[Tensor, int, dict[str, Any]]:
         most = None if self._waits else self._most_rows(layout)
@@ -64,6 +80,16 @@ class EPHandle(Plans):
         if self._pool.num_sms not in (None, has):
             say_once(f"num_sms: given {self._pool.num_sms}; memory that was made before keeps {has} multiprocessors")
         return buffer, how
+
+    def refuse_more_tokens(self, rows: Rows, layout: str) -> None:
+        """Raise ValueError for more tokens than num_max_tokens_per_rank. Other ranks learn that this one has left."""
+        most = self.num_max_tokens_per_rank
+        if rows.num_tokens > most:
+            self._find(rows.kind, layout)  # the other ranks make the buffer too
+            rank = self._topology.rank
+            self._pool.refuse(
+                ValueError(f"x has {rows.num_tokens} tokens on rank {rank}, but num_max_tokens_per_rank is {most}")
+            )
 
     def begin(self, out: ep.DispatchOutput, exact: bool) -> None:
         """Take the counts of the dispatch that makes the handle."""
@@ -81,7 +107,7 @@ class EPHandle(Plans):
         if exact:
             self._exchange_sources(ends - rows)
             return
-        say_missing("recv_src_metadata, dst_buffer_slot_idx and psum_num_recv_tokens_per_scaleup_rank (but its end)")
+        note_missing("recv_src_metadata, dst_buffer_slot_idx and psum_num_recv_tokens_per_scaleup_rank (but its end)")
         self.recv_src_metadata = missing(self.num_recv_tokens or 0, 2 + num_topk, device=device)
         self.psum_num_recv_tokens_per_scaleup_rank = missing(self._topology.ranks_per_node, device=device).clone()
         if out.topk_idx is not None:
@@ -124,5 +150,5 @@ class EPHandle(Plans):
 
 def handle_of(handle: object) -> EPHandle:
     if not isinstance(handle, EPHandle):
-        checks.fail("handle", type(handle).__name__, "the EPHandle of an ElasticBuffer's dispatch")
+        checks.fail("handle", type(handle).__name__, "the EPHandle of a dispatch of ElasticBuffer or EPBuffer")
     return handle

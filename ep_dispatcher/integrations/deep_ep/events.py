@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, TypeVar
@@ -49,22 +49,40 @@ class EventOverlap:
         with buffer.dispatch(..., async_finish=True)[-1]:
             work that needs nothing of the dispatch
 
-    event          an EventHandle; None for an operation that was not asynchronous
-    extra_tensors  kept alive as long as this object
+    event            an EventHandle; None for an operation that was not asynchronous
+    extra_tensors    kept alive as long as this object
+    hook_after_wait  a function without arguments. The first wait calls it, and returns what it returns; None: nothing
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None):
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
         self._releases = False
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait for the event. With release_handle drop it then. ValueError if there is none."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Let the current stream wait for the event. Then call and drop the hook, and return what it returns.
+
+        With release_handle drop the event too. ValueError if there is none.
+        """
         if self.event is None:
             checks.fail("event", None, "the event of an asynchronous operation")
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
         if release_handle:
             self.event = None
+        return result
+
+    def wait(self) -> Any:
+        """Do what ``current_stream_wait()`` does."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Let the first wait call a function. ValueError if another one is registered."""
+        if self.hook_after_wait is not None:
+            raise ValueError("hook_after_wait is given, but this event has a hook already, which no wait has called")
+        self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """Return the object, for a ``with`` block at whose end the event is dropped or not."""
@@ -91,6 +109,13 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         else:
             found += tensors_in(value if isinstance(value, (tuple, list)) else value.tensors())
     return found
+
+
+def in_current_stream(values: Iterable[Any]) -> None:
+    """Let the memory of tensors, as tensors_in finds them, be reused only after the current stream's work so far."""
+    for t in tensors_in(values):
+        if t.is_cuda:
+            t.record_stream(torch.cuda.current_stream())
 
 
 class Operation:

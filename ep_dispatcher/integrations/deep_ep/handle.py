@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, envs
-from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks, say_once
+from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, logger, num_rdma_ranks
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks, version_of
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind
@@ -38,10 +38,17 @@ def missing(*shape: int, dtype: torch.dtype = torch.int32, device: torch.device)
     return _largest(dtype, device).expand(shape)
 
 
-def say_missing(items: str) -> None:
-    """Say once which items a handle would have with the switch: a tensor cannot raise an error when it is read."""
-    how = "EP_DISPATCHER_DEEP_EP_EXACT=1 gives DeepEP's values"
-    say_once(f"handle: every element of {items} is the largest number; {how}")
+@cache
+def note_missing(items: str) -> None:
+    """Log for those who look for it which items a handle would have with the switch.
+
+    This is no warning: most programs read none of them. Those that do take them for indices, and fail there.
+    """
+    logger.info(
+        "ep_dispatcher as deep_ep: the engine does not fill %s of a handle. Every element is the largest number, which "
+        "no index can be; EP_DISPATCHER_DEEP_EP_EXACT=1 gives DeepEP's values",
+        items,
+    )
 
 
 def carrying(item: Tensor, carried: object) -> Tensor:
@@ -141,7 +148,7 @@ class HandlePlans(Plans):
         if topk_weights is None:
             return self.combine(y).x, None
         num_topk = topk_weights.shape[1]
-        if not envs.deep_ep_exact() and self._weights_of == (Kind(y.shape[1], y.dtype), num_topk):
+        if not self._pool.settings().exact and self._weights_of == (Kind(y.shape[1], y.dtype), num_topk):
             out = self.combine(y, self._summable(topk_weights))
             return out.x, out.topk_weights
         wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
@@ -161,7 +168,7 @@ class HandlePlans(Plans):
         if topk_weights.is_cuda:
             return topk_weights.masked_fill(wrong[:, None], float("nan"))
         if (wrong & ~is_elsewhere.all(1)).any():  # a row without experts here is unused
-            raise NotImplementedError(_OTHER_WEIGHTS)
+            self._pool.refuse(NotImplementedError(_OTHER_WEIGHTS))
         return topk_weights
 
 

@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-from weakref import ref
+from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
+from ep_dispatcher.integrations.deep_ep.late import LateMistakes, is_late
 from ep_dispatcher.plain import plain, require_memory
 
+_LIKE_LAYOUT = "what get_dispatch_layout gives for it"
+_OTHER_RANKS = checks.mistake("is_token_in_rank", "another routing than topk_idx", _LIKE_LAYOUT)
+_OTHER_COUNTS = {
+    name: checks.mistake(name, "other numbers than those of topk_idx", _LIKE_LAYOUT)
+    for name in ("num_tokens_per_rank", "num_tokens_per_expert")
+}
+_OTHER_SUMS = checks.mistake(
+    "num_tokens_per_rank", "other numbers than those of is_token_in_rank", "the number of its tokens for each rank"
+)
+_NO_EXPERT = checks.mistake(
+    "topk_idx",
+    "to get_dispatch_layout with an expert that does not exist",
+    "-1 (no expert), or an expert below num_experts",
+)
 
-def refuse_unless(right: Tensor, mistake: str) -> None:
-    """Raise ValueError if ``right``, a bool without dimensions, is false.
 
-    On a GPU this is an assert on the device: a host wait would cost more than the operation.
-    """
-    if right.is_cuda:
-        torch._assert_async(right, mistake)
-    elif not right:
-        raise ValueError(mistake)
+class Layout(NamedTuple):
+    """How many tokens of this rank go where. The first four are what ``Buffer.get_dispatch_layout`` returns."""
+
+    num_tokens_per_rank: Tensor  # int32 [num_ranks]
+    num_tokens_per_rdma_rank: Tensor | None  # int32 [num_ranks / 8]; None with up to 8 ranks
+    num_tokens_per_expert: Tensor  # int32 [num_experts]
+    is_token_in_rank: Tensor  # bool [num_tokens, num_ranks]
+    num_strange: Tensor  # int32 [2]: entries of topk_idx below -1, and of num_experts or above
 
 
-def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+class Origin(NamedTuple):
+    """What a layout was made of and with, so that a dispatch need not check it again."""
+
+    topk_idx: ReferenceType[Tensor]
+    counts: tuple[ReferenceType[Tensor], ReferenceType[Tensor]]
+    num_strange: Tensor
+    versions: tuple[int, ...]  # of the topk_idx, and of is_token_in_rank
+
+
+def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Count the tokens for every rank and expert. The host does not wait.
 
         num_tokens_per_expert[e] = entries of topk_idx that are e;  is_token_in_rank[t, r] = token t has an expert of r
 
-    topk_idx: int32 or int64 [num_tokens, num_topk], -1 for none. Return num_tokens_per_rank int32 [num_ranks],
-    num_tokens_per_rdma_rank int32 [num_ranks / 8] or None with up to 8 ranks, num_tokens_per_expert int32
-    [num_experts], is_token_in_rank bool [num_tokens, num_ranks]. Refuse experts below -1, or of num_experts and above.
+    topk_idx: int32 or int64 [num_tokens, num_topk], -1 for none. Experts below -1, or of num_experts and above, are a
+    ValueError on a CPU. On a GPU they count as -1 and in ``num_strange``: the dispatch refuses them.
     """
     checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
     require_memory("topk_idx", topk_idx)  # PyTorch does not look, and may end the process
@@ -39,20 +63,22 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
     if num_experts % num_ranks:
         checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
     expert = topk_idx.long()
-    if not expert.is_cuda:  # on a GPU scatter_add_ itself asserts that its indices are valid
-        allowed = f"-1 (no expert), or an expert from 0 to {num_experts - 1}"
-        mistake = checks.mistake("topk_idx", "an expert that does not exist", allowed)
-        refuse_unless(((expert >= -1) & (expert < num_experts)).all(), mistake)
-    # Few operations: each takes a GPU about 2 us, and the host 5. The first entry of `counted` is for -1.
-    counted = expert.new_zeros(1 + num_experts, dtype=torch.int32)
-    counted.scatter_add_(0, (expert + 1).flatten(), counted.new_ones(1).expand(expert.numel()))
+    # Few operations: each takes a GPU about 2 us, and the host 5. The first entry of `counted` is for numbers below -1,
+    # the second for -1, the last for num_experts and above, because an index out of bounds is a device-side assert.
+    counted = expert.new_zeros(num_experts + 3, dtype=torch.int32)
+    places = (expert + 2).clamp_(0, num_experts + 2)
+    counted.scatter_add_(0, places.flatten(), counted.new_ones(1).expand(expert.numel()))
+    num_strange = counted[:: num_experts + 2]
+    if not is_late(expert) and bool(num_strange.any()):
+        token, k = ((expert < -1) | (expert >= num_experts)).nonzero()[0].tolist()
+        raise checks.bad_entry((token, k, int(expert[token, k]), False), num_experts)
     ranks = torch.arange(num_ranks, dtype=torch.int64, device=expert.device)
     in_rank = (expert // (num_experts // num_ranks))[:, :, None].eq(ranks).any(1)
     per_node = None
     if num_ranks > NVL_PEERS:
         nodes = in_rank.view(-1, num_rdma_ranks(num_ranks), NVL_PEERS)
         per_node = nodes.any(2).sum(0, dtype=torch.int32)
-    return in_rank.sum(0, dtype=torch.int32), per_node, counted[1:], in_rank
+    return Layout(in_rank.sum(0, dtype=torch.int32), per_node, counted[2:-1], in_rank, num_strange)
 
 
 def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
@@ -70,49 +96,70 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
     return ranks.where(is_token_in_rank, -1)
 
 
-def distinct(topk_idx: Tensor) -> Tensor:
-    """Return expert * num_topk + k for every choice, and -1 for none: a routing in which no row repeats an expert.
+def distinct(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Return expert * num_topk + k for every choice: a routing in which no row repeats an expert.
 
-    It leads to the same ranks. ``// num_topk`` gives the expert again.
+    It leads to the same ranks. ``// num_topk`` gives the expert again. Negative entries stay as they are, and experts
+    that do not exist stay above all others, so the engine still refuses them.
     """
-    choices = torch.arange(topk_idx.shape[1], dtype=topk_idx.dtype, device=topk_idx.device)
-    return (topk_idx * topk_idx.shape[1] + choices).where(topk_idx >= 0, -1)
+    num_topk = topk_idx.shape[1]
+    choices = torch.arange(num_topk, dtype=topk_idx.dtype, device=topk_idx.device)
+    return (topk_idx.clamp(max=num_experts) * num_topk + choices).where(topk_idx >= 0, topk_idx)
 
 
-def refuse_repeated(topk_idx: Tensor, reason: str) -> None:
-    """Raise NotImplementedError if a row has an expert twice. On a GPU only the engine sees it, and raises late."""
+def repeated(topk_idx: Tensor, reason: str) -> NotImplementedError | None:
+    """Return an error if a row has an expert twice. On a GPU only the engine sees it, and raises late.
+
+    It depends on this rank's data, so other ranks may begin the operation: raise it by ``Pool.refuse``.
+    """
     if topk_idx.is_cuda:
-        return
+        return None
     ordered = topk_idx.sort(1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        raise NotImplementedError(f"topk_idx: given an expert twice for a token, allowed: once; {reason}")
+        return NotImplementedError(f"topk_idx: given an expert twice for a token, allowed: once; {reason}")
+    return None
 
 
-def remember(is_token_in_rank: Tensor, topk_idx: Tensor, *counts: Tensor) -> None:
-    """Note on a layout what get_dispatch_layout made it of and with, so that a dispatch need not check it again."""
-    is_token_in_rank.made_with = tuple(map(ref, (topk_idx, *counts)))  # type: ignore[attr-defined]  # our attribute
+def remember(layout: Layout, topk_idx: Tensor) -> None:
+    """Note on a layout what get_dispatch_layout made it of and with."""
+    in_rank, counts = layout.is_token_in_rank, (ref(layout.num_tokens_per_rank), ref(layout.num_tokens_per_expert))
+    versions = version_of(topk_idx), version_of(in_rank)
+    in_rank.origin = Origin(ref(topk_idx), counts, layout.num_strange, versions)  # type: ignore[attr-defined]  # ours
 
 
-def is_of_one_layout(is_token_in_rank: Tensor, *counts: Tensor) -> bool:
-    """Return whether these tensors are from one ``get_dispatch_layout``: then their shapes are right."""
-    known = getattr(is_token_in_rank, "made_with", ())[1:]
-    return len(known) == len(counts) and all(made() is t for made, t in zip(known, counts))
+def origin_of(is_token_in_rank: Tensor | None, *counts: Tensor | None) -> Origin | None:
+    """Return where a layout is from, if these tensors are from one ``get_dispatch_layout``: their shapes are right."""
+    origin = getattr(is_token_in_rank, "origin", None)
+    if origin is None or not all(t is not None and made() is t for made, t in zip(origin.counts, counts, strict=True)):
+        return None
+    return origin
 
 
-def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:
-    """Refuse an ``is_token_in_rank`` that does not fit ``topk_idx``.
+def check_same_routing(
+    late: LateMistakes, topk_idx: Tensor, per_rank: Tensor, per_expert: Tensor, is_token_in_rank: Tensor
+) -> None:
+    """Refuse a layout that does not fit ``topk_idx``.
 
     On a GPU trust a layout that get_dispatch_layout has counted from the same memory; count again for any other.
     """
-    if topk_idx.is_cuda and hasattr(is_token_in_rank, "made_with"):
-        counted_from = is_token_in_rank.made_with[0]()
+    origin = origin_of(is_token_in_rank, per_rank, per_expert)
+    if origin is not None and is_late(topk_idx):
+        counted_from = origin.topk_idx()
         if counted_from is not None and is_same_memory(counted_from, topk_idx):
-            return
-    *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
-    mistake = checks.mistake(
-        "is_token_in_rank", "another routing than topk_idx", "what get_dispatch_layout gives for it"
-    )
-    refuse_unless((expected == is_token_in_rank).all(), mistake)
+            if origin.versions == (version_of(counted_from), version_of(is_token_in_rank)):
+                return
+    expected = dispatch_layout(topk_idx, per_expert.numel(), is_token_in_rank.shape[1])
+    late.refuse_unless((expected.is_token_in_rank == is_token_in_rank).all(), _OTHER_RANKS)
+    for name, given in (("num_tokens_per_rank", per_rank), ("num_tokens_per_expert", per_expert)):
+        late.refuse_unless((getattr(expected, name) == given).all(), _OTHER_COUNTS[name])
+
+
+def check_without_topk_idx(late: LateMistakes, per_rank: Tensor, per_expert: Tensor, is_token_in_rank: Tensor) -> None:
+    """Refuse a layout of a topk_idx with wrong experts, which no dispatch will see, and counts that do not fit."""
+    origin = origin_of(is_token_in_rank, per_rank, per_expert)
+    if origin is not None:
+        late.refuse_unless(origin.num_strange.any().logical_not(), _NO_EXPERT)
+    late.refuse_unless((is_token_in_rank.sum(0) == per_rank).all(), _OTHER_SUMS)
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, envs, float8
+from ep_dispatcher import checks, float8
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
 from ep_dispatcher.integrations.deep_ep.events import EventOverlap, outside_graphs
-from ep_dispatcher.integrations.deep_ep.handle import carried_by, carrying, missing, say_missing
-from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, refuse_repeated, refuse_unless, version_of
+from ep_dispatcher.integrations.deep_ep.handle import carried_by, carrying, missing, note_missing
+from ep_dispatcher.integrations.deep_ep.late import LateMistakes
+from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, repeated, version_of
 from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool, PoolUser
 from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
 
+_OTHER_EXPERT = checks.mistake(
+    "topk_idx", "an expert that the token was not dispatched to", "experts that the token was dispatched to, or -1"
+)
 _ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
 
 
@@ -32,9 +36,16 @@ class Trip:
     combine_buffer  of get_next_low_latency_combine_buffer
     """
 
-    def __init__(self, hooked: HookedBuffer, handle: ep.Handle, topk_idx: Tensor, shape: tuple[int, int, int]):
+    def __init__(
+        self,
+        hooked: HookedBuffer,
+        handle: ep.Handle,
+        topk_idx: Tensor,
+        shape: tuple[int, int, int],
+        late: LateMistakes,
+    ):
         self._hooked, self._handle, self.topk_idx, self.shape = hooked, handle, topk_idx, shape
-        self._version = version_of(topk_idx)
+        self._version, self._late = version_of(topk_idx), late
         self.combine_buffer: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -54,7 +65,7 @@ class Trip:
     def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the weights in the columns of the dispatch. A combine may order choices otherwise, or omit some.
 
-        Refuse experts that the token was not dispatched to.
+        Refuse experts that the token was not dispatched to; their weights count for nothing.
         """
         if version_of(self.topk_idx) != self._version:
             allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
@@ -63,9 +74,7 @@ class Trip:
             return topk_weights
         is_chosen = topk_idx >= 0
         same = (topk_idx[:, :, None] == self.topk_idx[:, None, :]) & is_chosen[:, :, None]
-        allowed = "experts that the token was dispatched to, or -1"
-        mistake = checks.mistake("topk_idx", "an expert that the token was not dispatched to", allowed)
-        refuse_unless((same.any(2) == is_chosen).all(), mistake)
+        self._late.refuse_unless((same.any(2) == is_chosen).all(), _OTHER_EXPERT)
         return torch.where(same, topk_weights[:, :, None], 0.0).sum(1)
 
 
@@ -167,29 +176,36 @@ class LowLatency(PoolUser):
         self._check_call(x, async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=waits)
         most = checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
-        if x.shape[0] > most:
-            checks.fail("x", f"{x.shape[0]} tokens", f"up to num_max_dispatch_tokens_per_rank = {most}")
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (x.shape[0], "num_topk"), x.device.type)
         _check_float8(x.shape[1], use_fp8, round_scale, use_ue8m0)
-        refuse_repeated(topk_idx, _ONE_PLACE)
+        mistake: Exception | None = repeated(topk_idx, _ONE_PLACE)
+        if x.shape[0] > most:
+            mistake = ValueError(
+                f"x has {x.shape[0]} tokens on rank {pool.group.rank()}, but at most "
+                f"num_max_dispatch_tokens_per_rank = {most}"
+            )
         num_local = num_experts // num_ranks
         if stats is not None:
             checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
         shape = num_local, num_ranks * most, x.shape[1]
         with self._comm.operation((x, topk_idx, stats, waits), None, async_finish) as operation:
-            if envs.deep_ep_exact():
+            if pool.settings().exact:
                 topk_idx = topk_idx.clone()  # the program may change its own
                 smallest = Key(SMALLEST, num_experts, topk_idx.shape[1])
                 other = pool.in_turn(smallest, most, self.enable_shrink).ready()
+                if mistake is not None:
+                    pool.refuse(mistake)
                 measure(other, "dispatch", waits)
                 src_info, ranges = sources(other, pool.group.rank(), topk_idx, num_ranks)
                 operation.hand_over(src_info, ranges)
             else:
-                say_missing("recv_src_info and recv_layout_range")
+                note_missing("recv_src_info and recv_layout_range")
                 src_info = missing(num_local, shape[1], device=x.device)
                 ranges = missing(num_local, num_ranks, dtype=torch.int64, device=x.device)
             key = Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1])
             hooked = pool.in_turn(key, most, self.enable_shrink)
+            if mistake is not None:
+                pool.refuse(mistake)
             buffer = hooked.ready()
             measure(buffer, "dispatch", waits)
             out = buffer.dispatch(
@@ -206,7 +222,7 @@ class LowLatency(PoolUser):
                 hook = hooked.hook(out, complete)
             elif complete is not None:
                 complete()
-            trip = Trip(hooked, out.handle, topk_idx, shape)
+            trip = Trip(hooked, out.handle, topk_idx, shape, pool.late)
             recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
             operation.hand_over(recv_x, counts, trip)
         operation.keep_tensors()
@@ -248,8 +264,8 @@ class LowLatency(PoolUser):
         out           bfloat16 [num_tokens, hidden], which becomes combined_x
         combine_wait_recv_cost_stats  int64 [num_ranks], as those of low_latency_dispatch
         overlap       of a branch of DeepEP that SGLang calls. True lets a combine wait for signals of a GEMM that still
-                      writes x: NotImplementedError. With False the arguments after it describe nothing, and are ignored
-                      as there
+                      writes x: NotImplementedError. With False the arguments after it describe nothing, and a line
+                      says so once
 
         Sums and products are in float32. The sum of each rank's rows is rounded to bfloat16, and so is their sum.
         """
@@ -259,6 +275,18 @@ class LowLatency(PoolUser):
                 "overlap: given True, allowed: False; a combine does not wait for signals of a GEMM that still writes "
                 "x. With SGLang leave out --enable-single-batch-overlap"
             )
+        signals = dict(
+            packed_recv_count=packed_recv_count,
+            comp_signal=comp_signal,
+            block_m=block_m,
+            threshold=threshold,
+            num_sms=num_sms,
+            src_signals=src_signals,
+            src_signal_expect_value=src_signal_expect_value,
+        )
+        given = [name for name, value in signals.items() if value is not None]
+        if given:
+            say_without_effect(", ".join(given), "they describe the signals of overlap=True")
         trip = trip_of(handle)
         if use_logfmt:
             say_without_effect("use_logfmt", "rows travel as bfloat16")
@@ -337,6 +365,8 @@ class LowLatency(PoolUser):
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
     if use_ue8m0 and not (use_fp8 and round_scale):
         checks.fail("use_ue8m0", True, "True only with use_fp8 and round_scale")
+    if round_scale and not use_fp8:
+        say_without_effect("round_scale", "only rows with use_fp8 have scales")
     granularity = float8.BLOCK * float8.SCALES_OF_INT if use_ue8m0 else checks.ROW_GRANULARITY
     if use_fp8 and hidden % granularity:
         checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")

@@ -1,4 +1,4 @@
-"""Puts our ``deep_ep`` and ``deep_ep_cpp`` before installed ones, for this process and those that it starts."""
+"""Puts our ``deep_ep``, ``deep_ep_cpp`` and ``deep_ep_v25`` before installed ones, here and in child processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 
+NAMES = "deep_ep", "deep_ep_cpp", "deep_ep_v25"
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "modules")
 
 
@@ -40,5 +41,5 @@ def _set_paths(first: list[str]) -> None:
 
 def _loaded() -> dict[str, bool]:
     """Return the modules of these names, and whether each is ours."""
-    names = [name for name in sys.modules if name.partition(".")[0] in ("deep_ep", "deep_ep_cpp")]
+    names = [name for name in sys.modules if name.partition(".")[0] in NAMES]
     return {name: str(getattr(sys.modules[name], "__file__", "")).startswith(FOLDER + os.sep) for name in names}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,37 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
-from ep_dispatcher.integrations.agree import all_reduce
+from ep_dispatcher.errors import again
+from ep_dispatcher.gather import Gather
+from ep_dispatcher.integrations.agree import all_reduce, check_same, say_in_use
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, outside_graphs
+from ep_dispatcher.integrations.deep_ep.late import LateMistakes
 from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.memory import default_sms
 from ep_dispatcher.topology import process_group, registered_group
+
+_LEFT = ". The other ranks have been told that this one left the operation: destroy() this buffer"
+_OUT_OF_STEP = (
+    ". The device found it after other operations had begun, so the ranks may be out of step: destroy() this buffer"
+)
 
 
 class Key(NamedTuple):
     kind: Kind
     num_experts: int
     num_topk: int
+
+    def digest(self) -> int:
+        """Return a number that is the same on all ranks whose rows and routing are of this kind."""
+        return zlib.crc32(repr((self.kind.hidden, str(self.kind.dtype), self.num_experts, self.num_topk)).encode())
+
+
+class Settings(NamedTuple):
+    """Variables of the environment that decide which operations run, and so have to be the same on all ranks."""
+
+    exact: bool
+    max_tokens: int | None
 
 
 class HookedBuffer:
@@ -54,7 +75,6 @@ class HookedBuffer:
     ) -> Callable[[], None]:
         """Return a hook. Its first call receives and completes; in later ones the current stream waits for that."""
         receive, received = out.hook, False
-        assert receive is not None  # as it was asked for
 
         def hook() -> None:
             nonlocal received
@@ -71,19 +91,27 @@ class HookedBuffer:
 
 
 class Pool:
-    """The buffers of one group. Every ``deep_ep.Buffer`` of the group and every handle keeps it alive.
+    """The buffers of one group, from the first ``deep_ep.Buffer`` of the group to the end of the group.
 
     A handle of DeepEP does not belong to one buffer, so all deep_ep.Buffers of a group share the engine's buffers.
     Their tokens per rank are not known when a deep_ep.Buffer is made. They are EP_DISPATCHER_MAX_TOKENS_PER_RANK, or
     given by the arguments of an operation, or the ranks agree on them before every dispatch. A buffer that is too small
     now stays for its handles.
+
+    Making them is collective, so ranks have to decide it alike. No decision here depends on which objects Python has
+    freed: a reference cycle keeps an object for longer on one rank than on another.
     """
 
     def __init__(self, group: ProcessGroup):
         self.group = group
-        self.users: WeakSet = WeakSet()  # the deep_ep.Buffers that are not destroyed
+        self.serves = "deep_ep"  # the framework whose tokens its buffers carry
+        self.to_destroy = 0  # deep_ep.Buffers with explicitly_destroy, until destroy()
+        self.is_kept = False  # a deep_ep.Buffer without it is in use, which nobody destroys
+        self._settings: Settings | None = None  # those that all ranks have
         self.num_sms: int | None = None  # of buffers made from now on; timeout_s likewise
         self.timeout_s: float | None = None
+        self.late = LateMistakes()
+        self._failure: Callable[[], Exception] | None = None  # makes the error of the mistake that ended the use
         self._made: list[ep.Buffer] = []
         self._buffers: dict[Key, list[ep.Buffer]] = {}  # the last is in use
         # By tokens per rank, and whether they have masks.
@@ -91,12 +119,60 @@ class Pool:
         self._masked: set[int] = set()  # ranks masked by hand
         self._no_masks: str | None = None  # why buffers have no masks, though enable_shrink asks for them
 
+    def settings(self, num_worst_tokens: int = 0) -> Settings:
+        """Return the settings of this rank. Collective at the first use, and after a change of one of them.
+
+        Then ranks compare them, and num_worst_tokens. Where they differ, all ranks raise the same ValueError.
+        """
+        if self._settings is not None and self._settings == _own_settings():
+            return self._settings
+
+        def own() -> dict[str, int | None]:
+            exact, max_tokens = _own_settings()
+            return dict(
+                EP_DISPATCHER_DEEP_EP_EXACT=int(exact),
+                EP_DISPATCHER_MAX_TOKENS_PER_RANK=max_tokens,
+                num_worst_tokens=num_worst_tokens,
+            )
+
+        with Gather(self.group, envs.timeout_s()) as gather:
+            everyone = gather("compare the settings", own)
+            with gather.same_on_all_ranks():
+                check_same(everyone)
+        self._settings = _own_settings()
+        return self._settings
+
+    def refuse(self, mistake: Exception) -> NoReturn:
+        """Raise a mistake that depends on this rank's data, so other ranks may be in the operation already.
+
+        They learn at once that this rank has left. Call it where they have made the buffers of the operation. Until
+        destroy() every operation of this rank raises the mistake again.
+        """
+        self._end(partial(again, again(mistake), _LEFT))
+        raise mistake
+
+    def _end(self, failure: Callable[[], Exception]) -> None:
+        """End the use of all buffers, so that other ranks learn that this one has left."""
+        self._failure = failure
+        for buffer in self._made:
+            if not buffer.is_destroyed:
+                buffer.live_engine().health.end(failure)
+
     def sized(self, key: Key, max_tokens: int) -> ep.Buffer:
         """Return the buffer for ``max_tokens``, the same on all ranks. Collective if it must be made."""
         made = self._buffers.setdefault(key, [])
         largest = made[-1].config.max_tokens_per_rank if made else 0
         if largest < max_tokens:
-            made.append(self._make(key, max(max_tokens, 2 * largest)))  # bounds the memory of all old ones together
+            try:
+                made.append(self._make(key, max(max_tokens, 2 * largest)))  # bounds the memory of all old ones together
+            except ep.PeerTimeoutError as error:
+                if largest:
+                    error.note = (
+                        f"this rank needs buffers for {max_tokens} tokens of a rank, and has some for {largest}: the "
+                        "other ranks must give the same num_worst_tokens, or num_max_tokens_per_rank"
+                    )
+                raise
+        self._say_kept(made[-1], "rank")
         return made[-1]
 
     def most_tokens(self) -> int:
@@ -121,7 +197,20 @@ class Pool:
             both[1].turn = both[0].turn
         turn = both[0].turn
         turn[0] += 1
+        self._say_kept(both[0].buffer, "decode")
         return both[turn[0] % 2]
+
+    def _say_kept(self, buffer: ep.Buffer, layout: str) -> None:
+        """Say once what the program has set since this buffer was made, and what the buffer keeps."""
+        if self.num_sms is None and self.timeout_s is None:
+            return
+        sms, timeout_s = default_sms(buffer.config.num_sms)[layout], buffer.config.timeout_s
+        if self.num_sms not in (None, sms):
+            say_once(f"num_sms: given {self.num_sms}; memory that was made before keeps {sms} multiprocessors")
+        if self.timeout_s not in (None, timeout_s):
+            say_once(
+                f"num_gpu_timeout_secs: given {self.timeout_s}; memory that was made before keeps {timeout_s:g} seconds"
+            )
 
     def _make(self, key: Key, max_tokens: int, mask_late_ranks: bool = False) -> ep.Buffer:
         buffer = ep.Buffer(
@@ -136,7 +225,31 @@ class Pool:
             mask_late_ranks=mask_late_ranks,
         )
         self._made.append(buffer)
+        say_in_use(self.serves, buffer)
+        if buffer.engine == "cuda":
+            self.late.prepare(torch.device("cuda", torch.cuda.current_device()))
         return buffer
+
+    def raise_late(self, *, ends: bool) -> None:
+        """Raise a mistake of this rank that the device has found meanwhile. Never wait.
+
+        ends: other ranks may be in an operation that this rank now refuses. So the use of all buffers ends, and the
+        others learn that this rank has left. Until destroy() every operation raises the same error
+        """
+        mistake = self.late.take()
+        if mistake is not None and not ends:
+            raise mistake
+        if mistake is not None and self._failure is None:
+            self._end(partial(again, mistake, _OUT_OF_STEP))
+        if self._failure is not None:
+            raise self._failure()
+
+    def _raise_last(self, failed: bool) -> None:
+        """After all operations: raise a mistake that none of them has raised."""
+        self.late.synchronize()
+        mistake = self.late.take()
+        if mistake is not None and not failed:
+            raise mistake
 
     def _make_hooked(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
         try:
@@ -180,60 +293,93 @@ class Pool:
 
     def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> ep.Buffer:
         """Return the buffer for a dispatch of ``num_tokens`` by this rank. Other ranks may have other numbers."""
-        given = envs.max_tokens_per_rank()
+        given = self.settings(num_worst_tokens).max_tokens
         if given is not None:
             most, source = given, f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={given}"
         elif num_worst_tokens:  # no host may wait; in the worst case one rank receives all tokens of all ranks
             most = -(-num_worst_tokens // self.group.size())
             source = f"num_worst_tokens / ranks = {most}; or set EP_DISPATCHER_MAX_TOKENS_PER_RANK"
         else:
-            agreed = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
-            all_reduce(agreed, dist.ReduceOp.MAX, self.group, about="agree on the number of tokens")
-            return self.sized(key, max(1, int(agreed)))
+            return self.sized(key, max(1, self._agree_on_tokens(key, num_tokens)))
+        buffer = self.sized(key, most)
         if num_tokens > most:
-            checks.fail("x", f"{num_tokens} tokens", f"up to {source}")
-        return self.sized(key, most)
+            self.refuse(ValueError(f"x has {num_tokens} tokens on rank {self.group.rank()}, but at most {source}"))
+        return buffer
+
+    def _agree_on_tokens(self, key: Key, num_tokens: int) -> int:
+        """Return the most tokens of any rank. ValueError on all ranks if rows or routing are not of one kind."""
+        digest = key.digest()  # its least and its largest are the same if there is only one
+        agreed = torch.tensor([num_tokens, digest, -digest], dtype=torch.int64, device="cpu")
+        all_reduce(agreed, dist.ReduceOp.MAX, self.group, about="agree on the number of tokens")
+        most, largest, least = agreed.tolist()
+        if largest != -least:
+            raise ValueError(
+                f"x, topk_idx: this rank gave rows of {key.kind.hidden} {key.kind.dtype} to {key.num_experts} experts, "
+                f"{key.num_topk} for a token, and another rank gave rows of another size or dtype, another number of "
+                "experts or choices, or no topk_idx; all ranks must give the same"
+            )
+        return most
 
     def destroy(self) -> None:
         """Destroy all buffers, then raise late errors of their last operations. Collective."""
+        self.is_kept = False
         with ExitStack() as stack:
+            stack.callback(self._raise_last, self._failure is not None)
             for buffer in self._made:
                 stack.callback(buffer.destroy)
             for known in (self._made, self._buffers, self._in_turn, self._masked):
                 known.clear()
-            self._no_masks = None
+            self._no_masks = self._failure = self._settings = None
 
 
-_pools: WeakValueDictionary[ProcessGroup, Pool] = WeakValueDictionary()
+_pools: dict[ProcessGroup, Pool] = {}  # of groups that torch.distributed has not destroyed
 
 
 def pool_of(group: ProcessGroup) -> Pool:
     group = registered_group(group)
+    for ended in [known for known in _pools if known not in dist.distributed_c10d._world.pg_map]:
+        del _pools[ended]
     pool = _pools.get(group)
     if pool is None:
         pool = _pools[group] = Pool(group)
     return pool
 
 
+def destroy_buffers() -> None:
+    """Free the memory of all groups, also of buffers made without explicitly_destroy. Collective.
+
+    A later operation of a buffer makes new memory. Handles of earlier dispatches are of no use then.
+    """
+    with ExitStack() as stack:
+        for pool in _pools.values():
+            stack.callback(pool.destroy)
+
+
+def _own_settings() -> Settings:
+    return Settings(envs.deep_ep_exact(), envs.max_tokens_per_rank())
+
+
 @outside_graphs
 class PoolUser:
     """What Buffer and ElasticBuffer share: the pool of their group, and a stream."""
 
+    stands_for: str  # the class of DeepEP whose programs use it
+
     def __init__(self, group: ProcessGroup | DeviceMesh, explicitly_destroy: bool):
         group = process_group(group)
         self._pool: Pool | None = pool_of(group)
-        self._pool.users.add(self)
+        self._pool.to_destroy += explicitly_destroy
         self._comm = CommStream()
         self.group, self.explicitly_destroy = group, explicitly_destroy
 
     def destroy(self) -> None:
-        """Free the memory with the last buffer of the group. Collective."""
+        """Free the memory with the last buffer of the group, if all were made with explicitly_destroy. Collective."""
         if not self.explicitly_destroy:
             checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
-        pool = self._pool_for(None)
+        pool = self._living_pool()
         self._pool = None
-        pool.users.discard(self)
-        if not pool.users:
+        pool.to_destroy -= 1
+        if not pool.to_destroy and not pool.is_kept:
             pool.destroy()
 
     def get_comm_stream(self) -> torch.cuda.Stream:
@@ -241,10 +387,18 @@ class PoolUser:
         return self._comm.stream()
 
     def _pool_for(self, num_sms: int | None, timeout_s: float | None = None) -> Pool:
-        """Return the pool, set up for engine buffers that the next operation makes. ValueError after destroy()."""
+        """Return the pool, set up for engine buffers that the next operation makes. Raise late mistakes."""
+        pool = self._living_pool()
+        pool.serves = f"deep_ep ({self.stands_for})"
+        pool.is_kept |= not self.explicitly_destroy
+        pool.raise_late(ends=True)
+        pool.num_sms, pool.timeout_s = num_sms, timeout_s
+        return pool
+
+    def _living_pool(self) -> Pool:
+        """Return the pool. ValueError after destroy()."""
         if self._pool is None:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
-        self._pool.num_sms, self._pool.timeout_s = num_sms, timeout_s
         return self._pool
 
 
