@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 from weakref import WeakSet
 
 import torch
@@ -30,6 +31,23 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Hyb
 import ep_dispatcher as ep
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.errors import TooFewRowsError, again
+from ep_dispatcher.integrations import agree
+
+__all__ = ["EPTokenDispatcher", "TooManyTokensError", "full_ac", "selective_ac", "token_dispatcher"]
+_ADVICE = "Set num_max_tokens_per_rank to the most tokens of any rank in any forward pass, also in validation."
+
+
+def __dir__() -> list[str]:
+    """List the public names alone."""
+    return __all__
+
+
+class TooManyTokensError(ValueError, AssertionError):
+    """A rank brings more tokens than its buffer holds.
+
+    It is an AssertionError too, because torch.compile raises that as it is. A ValueError of code that it traces would
+    become an InternalTorchDynamoError.
+    """
 
 
 class TitanBuffer(ep.Buffer):
@@ -41,7 +59,7 @@ class TitanBuffer(ep.Buffer):
         return super().explained(error)
 
 
-_buffers: dict[tuple[object, ...], list[TitanBuffer]] = {}  # by group and kind of rows; the last one is the largest
+_buffers: dict[tuple[object, ...], TitanBuffer] = {}  # by group, kind of rows, and tokens per rank
 _dispatchers: WeakSet[EPTokenDispatcher] = WeakSet()
 
 
@@ -50,9 +68,8 @@ def _check_before_steps() -> None:
     """Raise the errors of a forward and backward before the optimizer uses them. A replayed CUDA graph raises none."""
 
     def check(*_: object) -> None:
-        for buffers in _buffers.values():
-            for buffer in buffers:
-                buffer.check()
+        for buffer in _buffers.values():
+            buffer.check()
 
     register_optimizer_step_pre_hook(check)
 
@@ -63,12 +80,17 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
     Its Config is that of torchtitan's hybridep backend, so that torchtitan captures the layer in its CUDA graphs:
 
     non_blocking_capacity_factor  None: the host waits for the counts. A number in (0, 1]: room for that part of the
-                                  most rows that a rank can get, and no host waits. More rows are a ValueError, at the
-                                  latest before the optimizer's step
+                                  most rows that a rank can get from num_max_tokens_per_rank tokens of every rank, and
+                                  no host waits. More rows are a ValueError, at the latest before the optimizer's step
     pad_multiple                  every expert's rows are padded with zeros to a multiple of it, as torchao needs it
-    num_max_tokens_per_rank       the most tokens of a rank in a forward pass; None: those of the first one. If more
-                                  come, on all ranks, a larger buffer follows
+    num_max_tokens_per_rank       the most tokens of a rank in a forward pass. None: in the first one all ranks agree on
+                                  the most that any of them brings
     hidden_dim                    not read: the first forward pass tells
+
+    The number of tokens is fixed from the first forward pass on, whoever set it. If a rank brings more in that pass,
+    all ranks raise ValueError together. A rank that brings more later raises ValueError at once, and leaves: its peers,
+    which wait for it, raise PeerTimeoutError at once and name it. No rank can make the buffers larger later, because
+    the others would not know of it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -77,12 +99,15 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        factor = config.non_blocking_capacity_factor
+        factor, most = config.non_blocking_capacity_factor, config.num_max_tokens_per_rank
         if factor is not None and not 0 < factor <= 1:
             checks.fail("non_blocking_capacity_factor", f"{factor}", "None, or a number in (0, 1]")
-        self.capacity_factor, self.most_tokens = factor, config.num_max_tokens_per_rank
+        if most is not None:
+            most = checks.integer("num_max_tokens_per_rank", most, 1)
+        self.capacity_factor, self.most_tokens = factor, most
         self.alignment = config.pad_multiple or 1
-        self.buffer: TitanBuffer | None = None
+        self.buffers: dict[tuple[int, torch.dtype], TitanBuffer] = {}  # by hidden and dtype of the rows
+        self.buffer: TitanBuffer | None = None  # the one of these in use
         _dispatchers.add(self)
 
     def init_buffer(self) -> None:
@@ -103,21 +128,20 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         """
         del num_local_tokens_per_expert_E  # the plan counts
         num_tokens, hidden = x_TD.shape
-        held = self.held_tokens(hidden, x_TD.dtype)
-        if num_tokens > held:
-            most = self.most_tokens or (2 * held if held else num_tokens)
-            while most < num_tokens:  # in a graph of dynamic shapes this is the way to a number
-                most *= 2
-            self.make_buffer(most, hidden, x_TD.dtype)
+        if not self.select_buffer(hidden, x_TD.dtype):
+            self.make_buffer(_number(num_tokens), hidden, x_TD.dtype)
         buffer = recompute.planned_buffer() or self.buffer
         assert buffer is not None
+        most_tokens = buffer.config.max_tokens_per_rank
+        if num_tokens > most_tokens:
+            self.leave(_number(num_tokens))
         out = ep.dispatch(
             buffer,
             x_TD,
             topk_expert_ids_TK,
             topk_scores_TK.float(),
             expert_alignment=self.alignment,
-            max_recv_rows=self.max_recv_rows(num_tokens),
+            max_recv_rows=self.max_recv_rows(most_tokens),
         )
         assert isinstance(out.x, Tensor) and out.topk_weights is not None
         return out.x, out.rows_per_expert, (buffer, out.topk_weights, out.handle)
@@ -133,49 +157,92 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         scored = (routed_output_RD.float() * scores[:, None]).to(routed_output_RD.dtype)
         return ep.combine(buffer, scored, handle)
 
-    def max_recv_rows(self, num_tokens: int) -> int | None:
-        """Return the rows that every rank has room for, or None without a limit."""
+    def max_recv_rows(self, most_tokens: int) -> int | None:
+        """Return the rows that every rank has room for, or None without a limit.
+
+        most_tokens: of any rank. Ranks may bring fewer, in other numbers each, and their outputs keep this shape.
+        """
         if self.capacity_factor is None:
             return None
         num_ranks = self.ep_mesh.size()
         num_local = self.num_experts // num_ranks
-        rows = math.ceil(num_tokens * num_ranks * min(num_local, self.top_k) * self.capacity_factor)
+        rows = math.ceil(most_tokens * num_ranks * min(num_local, self.top_k) * self.capacity_factor)
         return -(-rows // self.alignment) * self.alignment + num_local * (self.alignment - 1)
 
-    # Called while a graph is traced, not in the graph. What they see there is no reason to trace it again.
+    # These are called while a graph is traced, not in the graph. What they see there is no reason to trace it again.
     @torch.compiler.assume_constant_result
-    def held_tokens(self, hidden: int, dtype: torch.dtype) -> int:
-        """Return how many tokens the buffer holds, 0 without one for such rows."""
-        config = None if self.buffer is None else self.buffer.config
-        return 0 if config is None or (config.hidden, config.dtype) != (hidden, dtype) else config.max_tokens_per_rank
+    def select_buffer(self, hidden: int, dtype: torch.dtype) -> bool:
+        """Set ``buffer`` to the one for such rows. Return whether there is one."""
+        self.buffer = self.buffers.get((hidden, dtype))
+        return self.buffer is not None
 
     @torch.compiler.assume_constant_result
-    def make_buffer(self, max_tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Set ``buffer`` of all such layers to one for so many tokens. Collective: all ranks bring as many.
+    def make_buffer(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        """Set ``buffer`` of all such layers to one that holds these tokens of every rank. Collective.
 
-        Layers that differ in nothing share a graph too: a layer without a buffer would be compiled again.
+        Every rank comes here in its first forward pass, with any number of tokens, also 0. Layers that differ in
+        nothing share a graph too: a layer without a buffer would be compiled again.
         """
         self.init_buffer()
-        group = self.ep_mesh.get_group()
-        made = _buffers.setdefault((group, hidden, dtype, self.num_experts, self.top_k), [])
-        if not made or max_tokens > made[-1].config.max_tokens_per_rank:
-            with _disable_current_modes():  # what watches the operators of this forward pass is not to see these
-                buffer = TitanBuffer(
-                    group,
-                    hidden=hidden,
-                    num_experts=self.num_experts,
-                    num_topk=self.top_k,
-                    max_tokens_per_rank=max_tokens,
-                    dtype=dtype,
-                )
-            made.append(buffer)
-        mine = self.ep_mesh, self.num_experts, self.top_k
+        with _disable_current_modes():  # what watches the operators of this forward pass is not to see these
+            buffer = self.agreed_buffer(num_tokens, hidden, dtype)
         for other in _dispatchers:
-            is_free = other is self or other.buffer is None or other.held_tokens(hidden, dtype)
-            if is_free and (other.ep_mesh, other.num_experts, other.top_k) == mine:
-                other.buffer = made[-1]
+            if other.makes_the_same_as(self):
+                other.buffer = other.buffers.setdefault((hidden, dtype), buffer)
         if self.capacity_factor is not None:
             _check_before_steps()
+
+    def agreed_buffer(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> TitanBuffer:
+        """Return the buffer that all ranks take or make together. No rank decides by what it knows alone."""
+        group, note = self.ep_mesh.get_group(), "the first forward pass of a layer"
+        brought = agree.most_of(num_tokens, group, about="agree on the number of tokens", note=note)
+        most_tokens = max(1, brought) if self.most_tokens is None else self.most_tokens
+        if brought > most_tokens:
+            raise TooManyTokensError(
+                f"x_TD has {brought} tokens on a rank, and {num_tokens} on this one, but num_max_tokens_per_rank is "
+                f"{most_tokens}. {_ADVICE}"
+            )
+        key = (group, hidden, dtype, self.num_experts, self.top_k, most_tokens)
+        known = _buffers.get(key)
+        is_missing = known is None or known.is_destroyed or known.live_engine().health.ended
+        if agree.most_of(int(is_missing), group, about="agree on a buffer", note=note):
+            _buffers[key] = known = TitanBuffer(
+                group,
+                hidden=hidden,
+                num_experts=self.num_experts,
+                num_topk=self.top_k,
+                max_tokens_per_rank=most_tokens,
+                dtype=dtype,
+            )
+            agree.say_in_use(agree.versioned("torchtitan"), known)
+        assert known is not None
+        return known
+
+    @torch.compiler.assume_constant_result
+    def leave(self, num_tokens: int) -> NoReturn:
+        """Raise the ValueError of too many tokens. Peers that wait for this rank learn at once that it has left."""
+        assert self.buffer is not None
+        held = self.buffer.config.max_tokens_per_rank
+        for key in [key for key, buffer in _buffers.items() if buffer is self.buffer]:
+            del _buffers[key]  # it is of no use to later models
+        agree.leave(self.buffer)
+        if self.most_tokens is None:
+            why = f"num_max_tokens_per_rank was not given, and in the first forward pass no rank had more than {held}"
+        else:
+            why = f"num_max_tokens_per_rank is {held}"
+        raise TooManyTokensError(
+            f"x_TD has {num_tokens} tokens on rank {self.ep_mesh.get_local_rank()}, but {why}. {_ADVICE}"
+        )
+
+    def makes_the_same_as(self, other: EPTokenDispatcher) -> bool:
+        """Return whether this layer needs the buffers that the other one makes."""
+        mine = (self.ep_mesh, self.num_experts, self.top_k, self.most_tokens)
+        return mine == (other.ep_mesh, other.num_experts, other.top_k, other.most_tokens)
+
+
+def _number(size: int) -> int:
+    """Return a size of a tensor as a number, also while a graph is traced, where it may be a symbol."""
+    return len(range(size))
 
 
 @override(target=BaseEPTokenDispatcher.Config, description="ep_dispatcher carries the tokens")

@@ -20,12 +20,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ep_dispatcher as ep
 from ep_dispatcher import recompute
+from ep_dispatcher.integrations.agree import leave, versioned
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind
 from ep_dispatcher.moe.grouped_gemm import LINE_BYTES
 
 NAME = "ep_dispatcher"
+__all__ = ["EPDispatcher", "destroy_buffers", "register"]
 _pools: set[Pool] = set()  # they outlive models, which Python frees at different times on different ranks
+
+
+def __dir__() -> list[str]:
+    """List the public names alone."""
+    return __all__
 
 
 def register() -> None:
@@ -64,6 +71,7 @@ class EPDispatcher:
 
     All layers share buffers of EP_DISPATCHER_MAX_TOKENS_PER_RANK tokens. If that is not set, ranks agree on the size
     before every dispatch. Raises ValueError for other dtypes and for more tokens, PeerTimeoutError if a rank is late.
+    A rank with more tokens leaves its buffer: peers, which wait for it, raise PeerTimeoutError at once and name it.
     """
 
     def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
@@ -71,6 +79,7 @@ class EPDispatcher:
         self.experts_forward = experts.forward  # before transformers replaces it
         self.num_experts = experts.num_experts * ep_mesh.size()  # transformers has divided them already
         self.pool = pool_of(ep_mesh.get_group())
+        self.pool.serves = versioned("transformers")
         _pools.add(self.pool)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -85,16 +94,33 @@ class EPDispatcher:
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
         return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
+    def _buffer(self, key: Key, num_tokens: int) -> ep.Buffer:
+        """Return the buffer for a dispatch. All ranks make it together, also if this one brings too many tokens."""
+        most = self.pool.settings().max_tokens
+        if most is None:
+            return self.pool.for_dispatch(key, num_tokens, 0)  # ranks agree
+        buffer = self.pool.sized(key, most)
+        if num_tokens > most:
+            leave(buffer)
+            raise ValueError(
+                f"hidden_states has {num_tokens} tokens on rank {self.pool.group.rank()}, but "
+                f"EP_DISPATCHER_MAX_TOKENS_PER_RANK is {most}. Set it to the most tokens that any rank brings in any "
+                "forward pass, divided by tp_size."
+            )
+        return buffer
+
     def _run(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        weights_dtype = topk_weights.dtype
+        topk_idx, topk_weights = _merge_repeated(topk_idx, topk_weights.float())
         key = Key(Kind(x.shape[1], x.dtype), self.num_experts, topk_idx.shape[1])
-        buffer = recompute.planned_buffer() or self.pool.for_dispatch(key, x.shape[0], 0)
+        buffer = recompute.planned_buffer() or self._buffer(key, x.shape[0])
         is_grouped = _are_grouped(self.experts, x)
         if is_grouped and _are_swiglu(self.experts):
             w1, w2 = self.experts.gate_up_proj, self.experts.down_proj
-            return ep.moe_mlp(buffer, x, topk_idx, topk_weights.float(), w1, w2)
-        out = ep.dispatch(buffer, x, topk_idx, topk_weights.float())
+            return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2)
+        out = ep.dispatch(buffer, x, topk_idx, topk_weights)
         assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
-        rows, row_weights, counts = out.x, out.topk_weights.to(topk_weights.dtype), out.tokens_per_expert
+        rows, row_weights, counts = out.x, out.topk_weights.to(weights_dtype), out.tokens_per_expert
         if (num_rows := rows.shape[0]) == 0:  # a row of zeros keeps parameters in the backward, where FSDP needs them
             rows, row_weights, counts = F.pad(rows, (0, 0, 0, 1)), F.pad(row_weights, (0, 1)), counts.clone()
             counts[-1] = 1
@@ -105,6 +131,25 @@ class EPDispatcher:
         else:
             y = self.experts_forward(rows, experts_of_rows[:, None], row_weights[:, None])
         return ep.combine(buffer, y[:num_rows], out.handle)
+
+
+def _merge_repeated(topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the routing with every expert at most once for a token, which is what the engine takes.
+
+        sum of w[k] * expert[i](x) over the choices k of expert i  =  (sum of those w[k]) * expert[i](x)
+
+    The first choice of an expert gets the weights of all its choices, and the others become -1. So each of them gets
+    the gradient of that one row, as if the expert had computed it again. Weights of experts that a token has once do
+    not change. A lookup table of DeepSeek-V4's hash router may repeat experts, and a new one consists of zeros. No host
+    waits to find out whether there are any.
+
+    topk_idx int64, topk_weights float32 [num_tokens, top_k]
+    """
+    if topk_idx.shape[1] == 1:
+        return topk_idx, topk_weights
+    is_same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)
+    merged = torch.where(is_same, topk_weights.unsqueeze(1), 0).sum(2)  # a product would spread infinite weights
+    return topk_idx.masked_fill(is_same.tril(-1).any(2), -1), merged
 
 
 def _are_grouped(experts: Any, x: Tensor) -> bool:
@@ -122,10 +167,11 @@ def _are_swiglu(experts: Any) -> bool:
 
     if experts.has_bias or experts.is_transposed or experts.has_post_expert_norm or not experts.has_gate:
         return False
-    has_gate_first = experts.is_concatenated and type(experts)._apply_gate is _default_apply_gate
-    is_silu = type(experts.act_fn) in (torch.nn.SiLU, SiLUActivation)
+    if not experts.is_concatenated or type(experts)._apply_gate is not _default_apply_gate:
+        return False  # a class with a gate of its own need not have an act_fn
     w2 = experts.down_proj
-    return has_gate_first and is_silu and w2.shape[2] * w2.itemsize % LINE_BYTES == 0
+    is_silu = type(experts.act_fn) in (torch.nn.SiLU, SiLUActivation)
+    return is_silu and w2.shape[2] * w2.itemsize % LINE_BYTES == 0
 
 
 def _grouped_forward(experts: Any, rows: Tensor, experts_of_rows: Tensor, ends: Tensor) -> Tensor:

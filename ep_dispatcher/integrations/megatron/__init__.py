@@ -13,19 +13,42 @@ Importing this module imports nothing of Megatron: a launcher may still choose w
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from ep_dispatcher.integrations.megatron.buffers import destroy_buffers
+    from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+    from ep_dispatcher.integrations.megatron.plugin import register, unregister
+    from ep_dispatcher.integrations.megatron.registration import Registration, UnknownMegatronError
+    from ep_dispatcher.integrations.megatron.skipped_step import skipped_steps
+
+__all__ = [
+    "MoEEPTokenDispatcher",
+    "Registration",
+    "UnknownMegatronError",
+    "destroy_buffers",
+    "register",
+    "skipped_steps",
+    "unregister",
+]
 _HOMES = {
-    "register": "plugin",
-    "unregister": "plugin",
-    "Registration": "registration",
     "MoEEPTokenDispatcher": "dispatcher",
+    "Registration": "registration",
+    "UnknownMegatronError": "registration",
     "destroy_buffers": "buffers",
-    "repeated_steps": "overflow",
+    "register": "plugin",
+    "skipped_steps": "skipped_step",
+    "unregister": "plugin",
 }
-__all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names alone, also those that nobody has asked for yet."""
+    return __all__

@@ -45,7 +45,8 @@ ARGUMENTS = {
         float,
         _positive,
         "with experts in grouped GEMMs: the most rows of a rank in an MoE layer, divided by tokens per rank x top-k. "
-        "Then no host waits for counts, and more rows are an error. Default: rows are counted",
+        "Then no host waits for counts. The optimizer step of an iteration with more rows is skipped, and the factor "
+        "grows; the expert parallel size is always enough. Default: rows are counted",
     ),
     "overlap": Argument(
         bool,

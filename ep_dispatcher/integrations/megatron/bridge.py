@@ -1,7 +1,8 @@
-"""Lets Megatron-Bridge's apply_flex_dispatcher_backend take our name, which it would skip with a warning.
+"""Lets Megatron-Bridge's functions for flex dispatchers take our name.
 
-Megatron-Bridge takes long to import, and a launcher registers before it is imported. So its module is changed when it
-comes.
+Up to 0.6 ``apply_flex_dispatcher_backend`` skips a name that it does not know, with a warning. From 0.7 on it refuses
+it, and ``validate_flex_dispatcher_backend`` refuses a model that has it. Megatron-Bridge takes long to import, and a
+launcher registers before it is imported. So its module is changed when it comes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -19,9 +21,11 @@ from typing import Any
 from ep_dispatcher.integrations.megatron import registration
 
 MODULE = "megatron.bridge.training.flex_dispatcher_backend"
-NAME = "apply_flex_dispatcher_backend"
-TEXT = f"{MODULE.removeprefix('megatron.')}.{NAME}: takes our name, once it is imported"
+APPLY, VALIDATE = "apply_flex_dispatcher_backend", "validate_flex_dispatcher_backend"
+TEXT = f"{MODULE.removeprefix('megatron.')}: {APPLY} and {VALIDATE} take our name, once it is imported"
 PARAMETERS = ["model_config", "moe_flex_dispatcher_backend"]
+
+logger = logging.getLogger(__name__)
 
 
 def is_installed() -> bool:
@@ -30,7 +34,7 @@ def is_installed() -> bool:
 
 
 def watch() -> Callable[[], None]:
-    """Replace the function now if its module is imported, else when that happens. Return what undoes it."""
+    """Replace the functions now if their module is imported, else when that happens. Return what undoes it."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     if MODULE in sys.modules:
@@ -39,11 +43,10 @@ def watch() -> Callable[[], None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds that one module as Python does, and has the function replaced when the module has run."""
+    """Finds that one module as Python does, and has its functions replaced when the module has run."""
 
     def __init__(self) -> None:
-        self.old: Any = None
-        self.new: Any = None
+        self._replaced: list[tuple[str, Any, Any]] = []  # name, Megatron-Bridge's function, ours
 
     def find_spec(self, name, path=None, target=None):
         if name != MODULE:
@@ -60,26 +63,26 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def replace(self, module: ModuleType) -> None:
-        self.old = getattr(module, NAME, None)
-        if self.old is None:  # so a recipe that wants it ends with an error of Python
-            return
-        self.new = _taking_our_name(self.old)
-        _exchange(self.old, self.new)
+        for name, wrap in ((APPLY, _applying_our_name), (VALIDATE, _passing_our_name)):
+            old = getattr(module, name, None)
+            if old is not None:  # a recipe that wants a missing one ends with an error of Python
+                self._replaced.append((name, old, wrap(old)))
+                _exchange(*self._replaced[-1])
 
     def undo(self) -> None:
         sys.meta_path.remove(self)
-        if self.old is not None:
-            _exchange(self.new, self.old)
+        for name, old, new in self._replaced:
+            _exchange(name, new, old)
 
 
-def _exchange(old: Any, new: Any) -> None:
-    """Replace the function in its module, and in all that have imported it by name, as recipes do."""
+def _exchange(name: str, old: Any, new: Any) -> None:
+    """Replace a function in its module, and in all that have imported it by name, as recipes do."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(NAME) is old:
-            setattr(module, NAME, new)
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
-def _taking_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
+def _applying_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
     """Return what sets our name. In another Megatron-Bridge, which may skip it with a warning, it raises."""
     signature = inspect.signature(old)
     given = list(signature.parameters)
@@ -90,17 +93,32 @@ def _taking_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(*args, **kwargs)
         if given != PARAMETERS:
             raise ValueError(
-                f"{NAME}: this Megatron-Bridge's takes {given}, allowed: {PARAMETERS}. Set moe_token_dispatcher_type = "
+                f"{APPLY} of this Megatron-Bridge takes {given}, and not {PARAMETERS}. Set moe_token_dispatcher_type = "
                 f'"flex" and moe_flex_dispatcher_backend = "{registration.NAME}" in the recipe instead'
             )
         config = signature.bind(*args, **kwargs).arguments[PARAMETERS[0]]
         if not getattr(config, "num_moe_experts", None):
-            return old(*args, **kwargs)
+            logger.warning("%s: skipped %s, because the model has no experts", APPLY, registration.NAME)
+            return None
         # Overlapped shared experts stay as they are: other backends need them switched off, this one does not.
         config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", registration.NAME
         return None
 
     return apply
+
+
+def _passing_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what finds nothing wrong with a model that has our name: the engine looks at the GPU itself."""
+
+    @functools.wraps(old)
+    def validate(*args: Any, **kwargs: Any) -> Any:
+        for config in (*args, *kwargs.values()):
+            has_fields = hasattr(config, "moe_token_dispatcher_type") and hasattr(config, "moe_flex_dispatcher_backend")
+            if has_fields and registration.is_ours(config):
+                return None
+        return old(*args, **kwargs)
+
+    return validate
 
 
 def refuse_ignored_choice(config: Any) -> None:

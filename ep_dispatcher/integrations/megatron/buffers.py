@@ -7,20 +7,19 @@ import functools
 import logging
 import sys
 from contextlib import ExitStack
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
-from ep_dispatcher.errors import is_peer_failure
-from ep_dispatcher.gather import count_attempt
-from ep_dispatcher.integrations.agree import all_reduce
+from ep_dispatcher.gather import Gather, History
+from ep_dispatcher.integrations.agree import all_reduce, say_in_use
 from ep_dispatcher.integrations.megatron import arguments, capacity, limits, registration, routing
-from ep_dispatcher.memory import bytes_of, default_sms
+from ep_dispatcher.memory import MAX_TOKENS, bytes_of, default_sms
 from ep_dispatcher.topology import registered_group
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,7 @@ class MegatronBuffer(ep.Buffer):
     has_factor = False  # whether a rank capacity factor limits its rows
     caller_keeps_plans = True
     plan_text = "layer {}, microbatch {}"
+    growth: History  # of the agreements to replace it by a larger one
 
     @property
     def num_choices(self) -> int:
@@ -42,15 +42,17 @@ class MegatronBuffer(ep.Buffer):
     def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
             if self.has_factor:
-                error = limits.explained(error, self.num_choices)
+                error = limits.explained(error, self.num_choices, self.config.num_ranks)
             error = routing.explained(error, self.router_topk)
         return super().explained(error)
 
 
-_made: dict[tuple, list[MegatronBuffer]] = {}  # the last of a list is in use; others may have plans in flight
+# The last of a list is in use. Older ones stay, although the graphs of backwards in flight keep theirs: replays of CUDA
+# graphs write to their memory, what torch.compile has compiled names them, and check_buffers raises what their last
+# operations have found late. All old ones together take at most as much memory as the last one.
+_made: dict[tuple, list[MegatronBuffer]] = {}
 _SIZE = arguments.flag("max_tokens_per_rank")
 _has_warned = False
-_has_announced = False
 
 
 def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> MegatronBuffer:
@@ -90,11 +92,13 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         except ep.PeerTimeoutError as error:
             error.note = note
             raise
+        buffer.growth = History(f"ep_dispatcher/grow/{buffer.id}")
         buffer.router_topk = config.moe_router_topk
         buffer.has_factor = arguments.rank_capacity_factor(config) is not None
-        buffer.overlook(functools.partial(capacity.note, num_choices=buffer.num_choices))
+        choices, num_ranks = buffer.num_choices, buffer.config.num_ranks
+        buffer.overlook(functools.partial(capacity.note, num_choices=choices, num_ranks=num_ranks))
         made.append(buffer)
-        _announce(buffer)
+        _say_in_use(buffer)
     return made[-1]
 
 
@@ -103,34 +107,34 @@ def _tokens_to_hold(
 ) -> int:
     """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
     global _has_warned
+    held = made[-1].config.max_tokens_per_rank if made else 0
+    most = num_tokens
+    if not made:
+        most = _agree_on_first(group, num_tokens, given, note)
     if given is not None:
         if num_tokens > given:
             checks.fail("hidden_states", f"{num_tokens} tokens", f"{_SIZE} {given}")
         return given
-    needed, held = num_tokens, made[-1].config.max_tokens_per_rank if made else 0
-    if not made or config.variable_seq_lengths:
-        most = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
-        try:
-            all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
-        except ep.PeerTimeoutError:
-            if not made:  # a late rank finds the others' messages, and begins to make the buffer
-                count_attempt(group)
-            raise
+    if not made:
         by_arguments = _tokens_by_arguments()
-        needed = max(int(most), 1 if made or by_arguments is None else by_arguments)
+        most = max(most, 1 if by_arguments is None else by_arguments)
         if by_arguments is None and group.rank() == 0 and not (config.variable_seq_lengths or _has_warned):
             _has_warned = True
             logger.warning(
                 "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no "
                 "size was given. A rank that alone brings more later is an error. Give %s, or use variable_seq_lengths "
                 "where lengths vary.",
-                needed,
+                most,
                 _SIZE,
             )
+    elif config.variable_seq_lengths:
+        of_all = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
+        all_reduce(of_all, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
+        most = int(of_all)
     elif num_tokens > held:
-        needed = _agree_to_grow(group, made[-1], num_tokens)
+        most = _agree_to_grow(group, made[-1], num_tokens)
     # Doubling bounds the memory of the old buffers together.
-    return needed if needed <= held else max(needed, 2 * held)
+    return most if most <= held else max(most, 2 * held)
 
 
 def check_buffers(note: str) -> None:
@@ -168,23 +172,14 @@ def all_buffers() -> list[MegatronBuffer]:
     return [buffer for made in _made.values() for buffer in made]
 
 
-def _announce(buffer: MegatronBuffer) -> None:
-    """Print one line about the first buffer of the job, on its first rank."""
-    global _has_announced
-    if _has_announced or dist.get_rank() != 0:
-        return
-    _has_announced = True
+def _say_in_use(buffer: MegatronBuffer) -> None:
     import megatron.core
 
     active, config = registration.active(), buffer.config
     replaced = 0 if active is None else len(active.replaced)
-    memory = bytes_of(config, buffer.engine, max(default_sms(config.num_sms).values()))
-    print(
-        f"ep_dispatcher {ep.__version__} carries the tokens of megatron-core {megatron.core.__version__} "
-        f"(replaced there: {replaced} functions and fields). First buffer: {buffer}, "
-        f"{memory.total / 2**20:.1f} MiB a rank",
-        flush=True,
-    )
+    memory = bytes_of(config, buffer.engine, max(default_sms(config.num_sms).values())).total
+    facts = f" (replaced there: {replaced} functions and fields; memory of a rank: {memory / 2**20:.1f} MiB)"
+    say_in_use(f"megatron-core {megatron.core.__version__}", buffer, facts)
 
 
 def _tokens_by_arguments() -> int | None:
@@ -197,23 +192,62 @@ def _tokens_by_arguments() -> int | None:
     return -(-args.seq_length // ways) * args.micro_batch_size
 
 
-def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int) -> int:
-    """Return the most tokens of any rank, if every rank brings more than the buffer holds; else ValueError."""
-    rank, limit_s, held = group.rank(), envs.timeout_s(), buffer.config.max_tokens_per_rank
-    store = PrefixStore(f"ep_dispatcher/grow/{buffer.id}", dist.distributed_c10d._get_default_store())
-    store.set(str(rank), str(num_tokens))
-    ranks = [str(r) for r in range(group.size())]
+@torch.compiler.disable(reason="ranks agree on their hosts, with a time limit")
+def _agree_on_first(group: ProcessGroup, num_tokens: int, given: int | None, note: str) -> int:
+    """Return the most tokens of any rank, before the first buffer is made. Collective.
+
+    Raises ValueError on all ranks if they were not given the same size, as where a variable of the environment is set
+    on some hosts only, or if any of them brings more than it.
+    """
+    own: dict[str, Any] = dict(tokens=num_tokens, given=given)
     try:
-        store.wait(ranks, timedelta(seconds=limit_s))
-    except (RuntimeError, OSError) as error:  # only a time-out or a closed connection is a late peer
-        if not is_peer_failure(error):
+        with Gather(group, envs.timeout_s()) as gather:
+            everyone = gather("agree on the number of tokens", lambda: own)
+    except ep.PeerTimeoutError as error:
+        error.note = note
+        raise
+    for rank, one in enumerate(everyone):
+        if one["given"] != everyone[0]["given"]:
+            first, other = ("no size" if of["given"] is None else of["given"] for of in (everyone[0], one))
+            raise ValueError(
+                f"{_SIZE}: rank 0 was given {first}, rank {rank} was given {other}; all ranks must be given the same "
+                "(also by EP_DISPATCHER_MAX_TOKENS_PER_RANK)"
+            )
+        if given is not None and one["tokens"] > given:
+            checks.fail("hidden_states", f"{one['tokens']} tokens on rank {rank}", f"{_SIZE} {given}")
+    return max(one["tokens"] for one in everyone)
+
+
+@torch.compiler.disable(reason="ranks agree on their hosts, with a time limit")
+def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int) -> int:
+    """Return the most tokens of any rank, if every rank brings more than the buffer holds; else ValueError.
+
+    The ranks come to one decision (gather.py): all grow, or all that have come here raise. A rank that alone brings
+    more waits for its limit, because the others may come a little later.
+    """
+    rank, limit_s, held = group.rank(), envs.timeout_s(), buffer.config.max_tokens_per_rank
+    buffer.growth.attempts = 0  # do not count calls that only some ranks made
+    try:
+        with Gather(group, limit_s, history=buffer.growth) as gather:
+            everyone = gather("agree on a larger size", lambda: num_tokens)
+    except ep.PeerTimeoutError as late:
+        if late.reason:  # the store does not answer, and nobody knows what the others bring
             raise
-        missing = ", ".join(r for r in ranks if not store.check([r]))
-        store.delete_key(str(rank))
+        others = [r for r in late.late_ranks if r != rank]
+        if others:
+            found = f"in {limit_s:g} s at most {held} on rank {', '.join(map(str, others))}"
+        else:
+            found = f"at most {held} on another rank, which has given up waiting for this one"
         checks.fail(
             "hidden_states",
-            f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {held} on rank {missing}",
+            f"{num_tokens} tokens on rank {rank}, and {found}",
             f"up to the {held} that the buffers hold; where ranks bring different numbers of tokens, give "
             f"the largest to {_SIZE}, or use variable_seq_lengths",
         )
-    return max(int(store.get(r)) for r in ranks)
+    for r, tokens in enumerate(everyone):  # they come from the store
+        if type(tokens) is not int or not held < tokens <= MAX_TOKENS:
+            raise RuntimeError(
+                f"the store says that rank {r} brings {tokens} tokens, but a rank that agrees to grow brings more than "
+                f"{held} and at most {MAX_TOKENS}"
+            )
+    return max(everyone)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.autograd import is_observed
 from ep_dispatcher.errors import TooFewRowsError
 from ep_dispatcher.integrations.megatron import capacity
@@ -41,7 +42,7 @@ class Deferred:
     alignment: int  # of the rows of an expert
     handles: list[ep.Handle]  # the plan of an earlier pass, or one for each part; empty: make new ones
     keep: Callable[[list[ep.Handle]], None]  # called with new plans
-    quantize: str | None  # as ep.dispatch takes it
+    quantize: QuantizeBlocks | None  # as ep.dispatch takes it
 
     def send(self, tokens: Tensor, probs: Tensor) -> ep.DispatchOutput:
         """Dispatch tokens [num_tokens, hidden] and probs float32 [num_tokens, num_topk]."""
@@ -102,14 +103,14 @@ class Deferred:
     def _noting(self, run: Callable[[Tensor, list[ep.Handle]], Any]) -> Any:
         """Run with this routing and the plans of an earlier pass, or a list for new ones, which are kept.
 
-        If too many rows arrive in a step that will run again, send none instead. A GPU gives zeros by itself then, and
-        the buffer finds the error later.
+        If too many rows arrive in the schedule of a step, send none instead. A GPU gives zeros by itself then, and the
+        buffer finds the error later.
         """
         topk_idx, handles = self.topk_idx, [*self.handles]
         try:
             out = run(topk_idx, handles)
         except TooFewRowsError as error:  # on all ranks of the group
-            if not capacity.note(error, self.buffer.num_choices):
+            if not capacity.note(error, self.buffer.num_choices, self.buffer.config.num_ranks):
                 raise
             handles = [*self.handles]
             out = run(torch.full_like(topk_idx, -1), handles)

@@ -154,7 +154,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
         given = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped and limit is None else None
-        factor = max(given or 0.0, capacity.grown)
+        factor = max(given or 0.0, capacity.job.grown)
         if factor and (given, limit) != (None, None):
             most, ranks = self.buffer.config.max_tokens_per_rank, self.tp_ep_group.size()
             choices, num_experts = self.topk_idx.shape[1], self.num_local_experts

@@ -25,6 +25,7 @@ from torch.nn import Module, ModuleList
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
+from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.integrations.agree import all_reduce, say
 from ep_dispatcher.integrations.megatron import arguments, eligibility, float8, graphs, limits, registration
 from ep_dispatcher.integrations.megatron.deferred import Deferred
@@ -309,7 +310,7 @@ class Experts:
                 print(f"ep_dispatcher: the ranks of {self.name} do not {what}: {some}", flush=True)
         return self.agreed[what]
 
-    def quantisation(self) -> str | None:
+    def quantisation(self) -> QuantizeBlocks | None:
         """Return how the dispatch of this pass quantises. The first call for a layer in FP8 is collective.
 
         All ranks quantise or none. One whose experts have changed since they agreed gives these dequantised rows.
@@ -442,6 +443,8 @@ def note_layer(old: Callable[..., None]) -> Callable[..., None]:
             layer.experts.ep_dispatcher = one
         if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
             layer.token_dispatcher.layer, layer.token_dispatcher.experts = weakref.ref(layer), one
+        else:
+            registration.note_other_dispatcher(config)
 
     return init
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from ep_dispatcher.moe import float8_gemm
 from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
 from ep_dispatcher.moe.grouped_mlp import Float8, Parameters
 
-WIRE = POWERS_OF_TWO  # how ep.dispatch quantises
+WIRE: Final = POWERS_OF_TWO  # how ep.dispatch quantises
 FLOAT32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # of Transformer Engine
 # Of a quantised parameter: rows and transposed copy, and their scales. The engine makes the copy when it is needed.
 _FIELDS = attrgetter("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")

@@ -5,7 +5,7 @@
 - A replay raises nothing. ``check_replays`` raises the errors of the buffers at the end of a step's schedule, before
   the optimizer.
 - A graph has one number of rows. So when the rank capacity grows, graphs are discarded, and captured again before the
-  next step that trains: by Megatron, or here (those of Transformer Engine, which it captures once).
+  next schedule that trains: by Megatron, or here (those of Transformer Engine, which it captures once).
 - Megatron's warm-ups run on equal tokens, so one rank would get the rows of all. They send none.
 - Transformer Engine before 2.14 loses gradients in its graphs. ``keep_gradients`` prevents that.
 """

@@ -19,7 +19,7 @@ SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep
 # Fields that this dispatcher would ignore, and why. Not every Megatron has all. Other fields of other backends ask for
 # what it does anyway: moe_permute_fusion_into_hybridep and moe_hybridep_pad_uneven_dispatch_inputs.
 UNSUPPORTED = {
-    "moe_paged_stash": "it is for experts of the op fuser; a step with too many rows runs again here without it",
+    "moe_paged_stash": "it is for experts of the op fuser; a step with too many rows is skipped here without it",
     "moe_ncclep_static_shape": "it is for ncclep; --moe-expert-rank-capacity-factor gives static shapes here",
     "moe_ncclep_zero_copy": "it is for ncclep",
     "moe_hybridep_num_blocks_permute": "it is for hybridep, and nothing is permuted here",
@@ -31,6 +31,7 @@ OVERLAPS_WGRAD = "overlap_dispatch_backward_with_experts_wgrad"  # 0.18 and newe
 OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "delay_wgrad_compute", OVERLAPS_WGRAD)
 ALONE_SMS = 32
 FACTOR = arguments.flag("rank_capacity_factor")
+MEGATRONS_FACTOR = flag_of("moe_expert_rank_capacity_factor")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -171,11 +172,11 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
     return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment
 
 
-def explained(error: ValueError, num_choices: int) -> ValueError:
-    """Return the error. If num_choices x factor allowed too few rows, return one that names a larger factor."""
+def explained(error: ValueError, num_choices: int, num_ranks: int) -> ValueError:
+    """Return the error. If num_choices x factor allowed too few rows, return one that names a factor that is enough."""
     if not isinstance(error, TooFewRowsError):
         return error
-    enough = math.ceil(100 * error.needed_rows / num_choices) / 100
+    enough = min(math.ceil(100 * error.needed_rows / num_choices) / 100, num_ranks)
     return again(error, f". {FACTOR} {enough:g} is enough for this routing")
 
 
@@ -185,7 +186,9 @@ def max_rows_by_factor(
     """Return the rows of a rank by --ep-dispatcher-rank-capacity-factor.
 
     They are max_tokens x choices x factor, but never more than the ranks can send with groups that are padded to
-    ``alignment``, and rounded up to it.
+    ``alignment``, and rounded up to it. With a factor of num_ranks they are exactly that: then any routing has room.
     """
-    most = num_ranks * max_tokens * min(choices, num_local_experts) + num_local_experts * (alignment - 1)
-    return -(-min(math.ceil(max_tokens * choices * factor), most) // alignment) * alignment
+    rows = num_ranks * max_tokens * min(choices, num_local_experts) + num_local_experts * (alignment - 1)
+    if factor < num_ranks:
+        rows = min(rows, math.ceil(max_tokens * choices * factor))
+    return -(-rows // alignment) * alignment

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
 
-from ep_dispatcher import envs
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from ep_dispatcher.integrations.megatron import arguments, bridge, limits, registration
 from ep_dispatcher.integrations.megatron.registration import NAME, Registration, UnknownMegatronError, is_ours
 
@@ -40,6 +41,7 @@ SCHEDULES = (
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
+OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")  # others use the steps of these
 _UNKNOWN = "this Megatron is not laid out as ep_dispatcher needs it, and nothing was replaced"
 logger = logging.getLogger(__name__)
 
@@ -97,16 +99,18 @@ def register(
     The arguments are defaults for the job: ``arguments.py`` says what they mean, and what wins over them.
 
     Raises UnknownMegatronError, and changes nothing, if Megatron is older than 0.16 or not laid out as expected;
-    ValueError for a wrong argument. Warns if Megatron is newer than the newest version that the tests ran with.
+    ImportError if it is missing, or Triton, which 0.19 imports; ValueError for a wrong argument. Warns if Megatron is
+    newer than the newest version that the tests ran with.
     """
     settings = {name: value for name, value in locals().items() if value is not None}
     for name, value in settings.items():
         arguments.ARGUMENTS[name].check(name, value)
     active = registration.active()
     if active is None:
-        envs.refuse_removed()
-        import megatron.core
-
+        try:
+            import megatron.core
+        except ImportError as error:
+            raise ImportError(registration.cannot_import(error), name=error.name) from error
         version = megatron.core.__version__
         _check_version(version)
         patches, why_no_grouped = _patches()
@@ -116,6 +120,9 @@ def register(
         _undo.append(forget_agreements)
         for patch in patches:
             _replace(patch)
+        from ep_dispatcher.integrations.megatron.skipped_step import refuse_others
+
+        _undo.append(register_optimizer_step_pre_hook(refuse_others).remove)
         texts = [f"{patch.shown}: {patch.what}" for patch in patches]
         if bridge.is_installed():
             _undo.append(bridge.watch())
@@ -172,16 +179,19 @@ def _patches() -> tuple[list[_Patch], str]:
         from megatron.core import distributed, full_cuda_graph
         from megatron.core.models.common import model_chunk_schedule_plan
         from megatron.core.models.gpt import fine_grained_callables
+        from megatron.core.optimizer import optimizer
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer import cuda_graphs, transformer_config
         from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
 
-        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, overflow, recompute
+        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, recompute, skipped_step
         from ep_dispatcher.integrations.megatron import experts as ours
 
         fields = SimpleNamespace(**transformer_config.TransformerConfig.__dataclass_fields__)
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and error.name == "triton":
+            raise ImportError(registration.cannot_import(error), name=error.name) from error
         raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
 
     # The schedule that overlaps microbatches frees inputs by the backend's name. 0.19 moved that function.
@@ -192,7 +202,8 @@ def _patches() -> tuple[list[_Patch], str]:
 
             scheduler = utils
     plans = "a recompute uses the plans of its forward pass"
-    again = "looks for late errors when a step is over, and runs it again if the rank capacity was too small"
+    ends = "looks for late errors when a step is over, and whether the rank capacity was too small"
+    skips = "a step with more rows than the rank capacity is skipped"
     checks = (
         "our name with another dispatcher type is an error; the features of other backends that ours has too are "
         "allowed; CUDA graphs of Transformer Engine before 2.14 keep all gradients"
@@ -210,10 +221,16 @@ def _patches() -> tuple[list[_Patch], str]:
         _Patch(scheduler, "should_free_input", _keep_inputs, "ours counts as hybridep", ("name", "is_moe", "config")),
         _Patch(model_chunk_schedule_plan, plan, margins.around_overlap, leaves, ("f_layer", "b_layer")),
         _Patch(random, "CheckpointFunction.forward", checkpointed, plans, ("ctx", "run_function")),
-        *(_Patch(schedules, name, overflow.run_again, again) for name in SCHEDULES),
-        _Patch(full_cuda_graph, "FullCudaGraphWrapper.__call__", overflow.run_again, again),
+        *(_Patch(schedules, name, skipped_step.watch, ends) for name in SCHEDULES),
+        _Patch(full_cuda_graph, "FullCudaGraphWrapper.__call__", skipped_step.watch, ends),
+        _Patch(optimizer, "MegatronOptimizer.__init__", skipped_step.note_optimizer, "ours notes it", ("self",)),
+        *(_Patch(optimizer, f"{name}.step", skipped_step.skip, skips, ("self",)) for name in OPTIMIZERS),
         _Patch(cuda_graphs, helper, graphs.note_helper, "a capacity that grows needs new graphs"),
     ]
+    with contextlib.suppress(ImportError):  # 0.17 and newer
+        from megatron.core.optimizer import optimizer_cuda_graph
+
+        patches.append(_Patch(optimizer_cuda_graph, "OptimizerCudaGraphWrapper.__call__", skipped_step.skip, skips))
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
         text = "true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))

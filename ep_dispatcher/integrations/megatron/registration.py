@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ep_dispatcher.integrations.agree import say
+
 NAME = "ep_dispatcher"
 
 
@@ -17,6 +19,7 @@ class Registration:
     replaced: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     why_no_grouped: str = ""  # why no experts can run in grouped GEMMs with this Megatron
+    expects_use: bool = False  # the launcher was given, so a layer with another dispatcher is a surprise
     parsed: Any = None  # what a parser has read after it; Megatron may still change it
 
     def __str__(self) -> str:
@@ -42,8 +45,39 @@ def set_active(registration: Registration | None) -> None:
     _active = registration
 
 
+def cannot_import(error: ImportError) -> str:
+    """Return why Megatron-core cannot be imported, and what to install.
+
+    Megatron-core 0.19 imports Triton at once and does not require it. A PyTorch for GPUs brings it, one for CPUs not.
+    """
+    if error.name == "triton":
+        return (
+            f"Megatron-core cannot be imported ({error}): it needs Triton, which neither it nor a PyTorch for CPUs "
+            "brings. pip install triton"
+        )
+    return f"Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'"
+
+
 def is_ours(config) -> bool:
     return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
+
+
+def note_other_dispatcher(config) -> None:
+    """Tell whoever has started the launcher, once, that an MoE layer has another dispatcher.
+
+    Flags cannot tell: a script may choose the dispatcher in its code, with or against them.
+    """
+    if _active is None or not _active.expects_use:
+        return
+    _active.expects_use = False
+    given = config.moe_token_dispatcher_type
+    if given == "flex":
+        given += f" with {config.moe_flex_dispatcher_backend}"
+    say(
+        f"ep_dispatcher is registered, but an MoE layer has another token dispatcher: {given}. To choose it give "
+        f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {NAME}, or set these fields of the "
+        "TransformerConfig."
+    )
 
 
 def numbers(version: str) -> tuple[int, ...]:
