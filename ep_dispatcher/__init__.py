@@ -1,9 +1,17 @@
 """Expert-parallel dispatch and combine for mixture-of-experts training."""
 
+from ep_dispatcher import _built  # noqa: F401  # first of all, as it says what to do where nothing is built
 from ep_dispatcher._version import __version__
 from ep_dispatcher.autograd import combine, dispatch
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.errors import (
+    DisagreementError,
+    OtherRoutingError,
+    PeerDataError,
+    PeerTimeoutError,
+    TooFewRowsError,
+    UnknownExpertError,
+)
 from ep_dispatcher.float8 import QuantizedRows, dequantize, quantize
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import BufferBytes, buffer_bytes
@@ -17,11 +25,16 @@ __all__ = [
     "Buffer",
     "BufferBytes",
     "CombineOutput",
+    "DisagreementError",
     "DispatchOutput",
     "Handle",
     "MoELayer",
+    "OtherRoutingError",
+    "PeerDataError",
     "PeerTimeoutError",
     "QuantizedRows",
+    "TooFewRowsError",
+    "UnknownExpertError",
     "__version__",
     "buffer_bytes",
     "combine",
@@ -32,3 +45,8 @@ __all__ = [
     "recompute_contexts",
     "why_no_overlap",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names alone: modules of the package would hide them in a completion."""
+    return __all__

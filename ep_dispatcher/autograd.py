@@ -2,7 +2,7 @@
 
 They are custom operators (torch.library), so that torch.compile keeps each one whole. The plan is a tensor, and goes
 through a graph as one. If nothing looks at operators, they run without torch.library, which costs the host more time
-than everything else together.
+than everything else together. A graph of autograd keeps its buffer alive. A compiled graph has only the buffer's id.
 
     ep.dispatch -> dispatch_op      something looks at operators
                    _EagerDispatch   gradients are wanted
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
 from torch import SymInt, Tensor
@@ -26,6 +26,7 @@ from torch.library import CustomOpDef
 from torch.nn import Parameter
 
 from ep_dispatcher import checks, operation, recompute
+from ep_dispatcher.argument_types import DispatchOptions, Quantize, TrainingLayout
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.decode import is_decode
 from ep_dispatcher.engines.base import (
@@ -36,8 +37,11 @@ from ep_dispatcher.engines.base import (
     DispatchRequest,
     Received,
 )
-from ep_dispatcher.float8 import blocks_of, float32_of, rows_of
+from ep_dispatcher.float8 import QuantizedRows, blocks_of, float32_of, rows_of
 from ep_dispatcher.handle import DispatchOutput, Handle
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The fields of a request that its operator takes. Decode layout and overlap use the others, and have no operators.
 _DISPATCH_FIELDS, _COMBINE_FIELDS = 9, 5
@@ -189,8 +193,10 @@ def check_saved_plan(plan: Tensor) -> None:
 
 
 def buffer_of(ctx: Any) -> Buffer:
-    """Return the buffer of a backward. From here on its errors name this backward."""
-    buffer = find_buffer(ctx.buffer_id)
+    """Return the buffer of a backward, which the graph has kept alive. From here on its errors name this backward."""
+    buffer: Buffer = ctx.buffer
+    if buffer.is_destroyed:
+        raise ValueError("buffer was destroyed before this backward: call destroy() after the last backward")
     if ctx.note:
         buffer.note = ctx.note
     return buffer
@@ -201,14 +207,14 @@ def _keep_for_combine(ctx: Any, received: Received, buffer: Buffer, request: Dis
     ctx.save_for_backward(received.plan if request.plan is None else request.plan)
     ctx.num_tokens, ctx.num_rows = request.rows.shape[0], received.rows.shape[0]
     ctx.layout, ctx.quantize = request.layout, request.quantize
-    ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer.backward_note
+    ctx.has_weights, ctx.buffer, ctx.note = request.topk_weights is not None, buffer, buffer.backward_note
 
 
 def _keep_for_dispatch(ctx: Any, buffer: Buffer, request: CombineRequest) -> None:
     """Save for the backward of a combine, which is a dispatch."""
     ctx.save_for_backward(request.plan)
     ctx.num_tokens, ctx.num_rows, ctx.layout = request.num_tokens, request.y.shape[0], request.layout
-    ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer.backward_note
+    ctx.has_weights, ctx.buffer, ctx.note = request.topk_weights is not None, buffer, buffer.backward_note
 
 
 def _or_zeros(grad: Tensor | None, plan: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -426,8 +432,57 @@ def check_buffer(buffer: Buffer) -> None:
         checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
 
 
-_LAYOUTS = ("expert", "rank")
+_LAYOUTS = get_args(TrainingLayout)
 _NO_DECODE = "decode layout has no gradients: use buffer.dispatch and buffer.combine"
+
+
+# The types of the results: float8 rows are pairs, and there are weights if some were given.
+@overload
+def dispatch(  # type: ignore[overload-overlap]  # the first that fits counts
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor | None = None,
+    topk_weights: None = None,
+    *,
+    quantize: None = None,
+    **options: Unpack[DispatchOptions],
+) -> DispatchOutput[Tensor, None]: ...
+
+
+@overload
+def dispatch(  # type: ignore[overload-overlap]  # the first that fits counts
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor = ...,
+    *,
+    quantize: None = None,
+    **options: Unpack[DispatchOptions],
+) -> DispatchOutput[Tensor, Tensor]: ...
+
+
+@overload
+def dispatch(
+    buffer: Buffer,
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor | None = None,
+    topk_weights: None = None,
+    *,
+    quantize: Quantize | None = None,
+    **options: Unpack[DispatchOptions],
+) -> DispatchOutput[QuantizedRows, None]: ...
+
+
+@overload
+def dispatch(
+    buffer: Buffer,
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor = ...,
+    *,
+    quantize: Quantize | None = None,
+    **options: Unpack[DispatchOptions],
+) -> DispatchOutput[QuantizedRows, Tensor]: ...
 
 
 def dispatch(
@@ -436,9 +491,9 @@ def dispatch(
     topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
     *,
-    layout: str = "expert",
+    layout: TrainingLayout = "expert",
     expert_alignment: int = 1,
-    quantize: str | None = None,
+    quantize: Quantize | None = None,
     handle: Handle | None = None,
     max_recv_rows: int | None = None,
 ) -> DispatchOutput:

@@ -6,10 +6,10 @@ import atexit
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
 from ep_dispatcher import checks, decode, engines, envs, operation, recompute
 from ep_dispatcher._version import __version__
+from ep_dispatcher.argument_types import (
+    BufferDispatchOptions,
+    EngineName,
+    Layout,
+    Quantize,
+    ScaleFormat,
+    TrainingLayout,
+)
 from ep_dispatcher.engines.base import Engine, EngineConfig
 from ep_dispatcher.errors import DisagreementError, OtherRoutingError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
@@ -25,7 +33,11 @@ from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS
 from ep_dispatcher.nvlink import find_nodes
 from ep_dispatcher.plain import writable
-from ep_dispatcher.topology import Topology, host_id, registered_group
+from ep_dispatcher.sizes import BufferSizes
+from ep_dispatcher.topology import host_id, registered_group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _NO_ASYNC = nullcontext()  # around an operation that is not asynchronous
 
@@ -39,22 +51,26 @@ _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary
 
 
 def find_buffer(buffer_id: str) -> Buffer:
-    """Return the buffer with this id. ValueError when it is gone."""
+    """Return the buffer of a traced operator, which has only its id. ValueError when it is gone."""
     buffer = _buffers.get(buffer_id)
     if buffer is None:
-        raise ValueError(f"buffer: given one that is gone (id {buffer_id}), allowed: a buffer that still exists")
+        raise ValueError(
+            f"buffer (id {buffer_id}) is gone or was destroyed: what torch.compile has compiled does not keep its "
+            "buffer alive, so keep a reference to it, and destroy() it after the last backward"
+        )
     return buffer
 
 
 @atexit.register
 def _end_operations() -> None:
     """Let daemon threads leave their operations: Python would end them inside, which aborts the process."""
-    for buffer in list(_buffers.values()):
-        if not buffer.is_destroyed and buffer.live_engine().health.is_busy:
-            buffer.destroy()
+    with ExitStack() as stack:  # an error of one buffer must not keep the others
+        for buffer in list(_buffers.values()):
+            if not buffer.is_destroyed and buffer.live_engine().health.is_busy:
+                stack.callback(buffer.destroy)
 
 
-class Buffer:
+class Buffer(BufferSizes):
     """Bring tokens to the ranks of their experts, and the results back.
 
         with ep.Buffer(group, hidden=7168, num_experts=256, num_topk=8, max_tokens_per_rank=4096) as buffer:
@@ -92,6 +108,9 @@ class Buffer:
     mask_late_ranks      True: a rank that does not arrive within timeout_s is masked (see ``mask``), and the others go
                          on. For layout="decode" on one node of at most 32 ranks. The same on all ranks
 
+    The sizes are read-only properties too, such as ``buffer.hidden``. ``buffer.max_recv_rows()`` is the safe limit of
+    that name for a dispatch.
+
     Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it, and a ValueError about
     different arguments of the ranks.
 
@@ -117,8 +136,8 @@ class Buffer:
         num_topk: int,
         max_tokens_per_rank: int,
         dtype: torch.dtype = torch.bfloat16,
-        engine: str = "auto",
-        ranks_per_node: int | str | None = None,
+        engine: EngineName | Literal["auto"] = "auto",
+        ranks_per_node: int | Literal["nvlink"] | None = None,
         timeout_s: float | None = None,
         num_sms: int | None = None,
         nccl_sms: int | None = None,
@@ -128,7 +147,7 @@ class Buffer:
         self._engine: Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
         self.last_sent: object = None  # stands for the last operation with a hook
-        self.mesh = group if isinstance(group, DeviceMesh) else None
+        self._mesh = group if isinstance(group, DeviceMesh) else None
         group = _checked_group(group)
         import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 
@@ -166,26 +185,18 @@ class Buffer:
                     )
                     checks.buffer_size(self.config)
                     checks.masks(self.config, self.config.suspendable)
-                self.engine: str = same["engine"]
+                self._engine_name = same["engine"]
                 self._history = History(f"ep_dispatcher/change/{self.id}")
                 self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
-                self._engine = engines.make(self.engine, self.config)
+                self._engine = engines.make(self._engine_name, self.config)
+                kind = self._engine.device
+                self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
             _buffers[self.id] = self
         except BaseException:  # it is raised again
             made, self._engine = self._engine, None
             if made is not None:  # after the last step: the other ranks have the buffer, and learn that this one left
                 made.destroy()
             raise
-
-    @property
-    def topology(self) -> Topology:
-        """Ranks, nodes and rails of the group."""
-        return self.config.topology
-
-    @property
-    def num_local_experts(self) -> int:
-        """num_experts / num_ranks."""
-        return self.config.num_local_experts
 
     @property
     def is_destroyed(self) -> bool:
@@ -197,19 +208,64 @@ class Buffer:
         """Whether suspend() was called, and resume() not yet."""
         return self._engine is not None and self._engine.health.suspended
 
+    # The types of the results, as those of ep.dispatch.
+    @overload
+    def dispatch(  # type: ignore[overload-overlap]  # the first that fits counts
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: None = None,
+        *,
+        quantize: None = None,
+        **options: Unpack[BufferDispatchOptions],
+    ) -> DispatchOutput[Tensor, None]: ...
+
+    @overload
+    def dispatch(  # type: ignore[overload-overlap]  # the first that fits counts
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor = ...,
+        *,
+        quantize: None = None,
+        **options: Unpack[BufferDispatchOptions],
+    ) -> DispatchOutput[Tensor, Tensor]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None = None,
+        topk_weights: None = None,
+        *,
+        quantize: Quantize | None = None,
+        **options: Unpack[BufferDispatchOptions],
+    ) -> DispatchOutput[tuple[Tensor, Tensor], None]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor = ...,
+        *,
+        quantize: Quantize | None = None,
+        **options: Unpack[BufferDispatchOptions],
+    ) -> DispatchOutput[tuple[Tensor, Tensor], Tensor]: ...
+
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         *,
-        layout: str = "expert",
+        layout: Layout = "expert",
         expert_alignment: int = 1,
-        quantize: str | None = None,
+        quantize: Quantize | None = None,
         handle: Handle | None = None,
         max_recv_rows: int | None = None,
         async_finish: bool = False,
-        scale_format: str = "float32",
+        scale_format: ScaleFormat = "float32",
         return_hook: bool = False,
     ) -> DispatchOutput:
         """Bring every token to the ranks of its experts, without gradients (``ep.dispatch`` has them).
@@ -278,7 +334,7 @@ class Buffer:
         self,
         topk_idx: Tensor,
         *,
-        layout: str = "expert",
+        layout: TrainingLayout = "expert",
         expert_alignment: int = 1,
         max_recv_rows: int | None = None,
         async_finish: bool = False,
@@ -304,6 +360,32 @@ class Buffer:
             if not handles:
                 handles.append(operation.new_handle(self, request, operation.run_dispatch(self, request)))
             return handles[0]
+
+    @overload
+    def combine(
+        self,
+        y: Tensor,
+        handle: Handle,
+        *,
+        topk_weights: None = None,
+        async_finish: bool = False,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+        return_hook: bool = False,
+    ) -> CombineOutput[None]: ...
+
+    @overload
+    def combine(
+        self,
+        y: Tensor,
+        handle: Handle,
+        *,
+        topk_weights: Tensor,
+        async_finish: bool = False,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+        return_hook: bool = False,
+    ) -> CombineOutput[Tensor]: ...
 
     def combine(
         self,
@@ -524,7 +606,12 @@ class Buffer:
     def destroy(self) -> None:
         """Free memory and connections. All ranks call it; it does not wait for peers. A second call does nothing.
 
-        Raises the errors that operations have found since the last check.
+        Any thread may call it, such as a watchdog. On the CUDA engine a thread other than the one that made the buffer
+        aborts operations that are under way, healthy ones too. If a thread is inside an operation, that thread raises
+        RuntimeError soon, and this call waits for it, at most timeout_s and 10 s more.
+
+        Raises the errors that operations have found since the last check, errors of freeing such as a lost GPU, and
+        RuntimeError if the thread inside does not leave its operation; that thread then frees when it leaves.
         """
         if self._engine is not None:
             engine, self._engine = self._engine, None
@@ -532,9 +619,11 @@ class Buffer:
                 _buffers.pop(self.id, None)
                 with self.errors_explained():
                     engine.destroy()
-            except BaseException:  # wherever it was raised, the other ranks must learn at once that this one left
-                with suppress(Exception):  # the first error is the one to raise
-                    engine.destroy()
+            except BaseException as error:
+                # The other ranks must learn at once that this one left, wherever an interrupt came.
+                if engine.health.waits_to_be_freed or not isinstance(error, Exception):
+                    with suppress(Exception):  # the first error is the one to raise
+                        engine.destroy()
                 raise
 
     def __repr__(self) -> str:
@@ -621,7 +710,7 @@ def _own_config(
 
     sizes: those of checks.buffer_sizes.
     """
-    envs.refuse_removed()
+    envs.warn_of_unknown()
     name = engines.choose(envs.engine() if engine == "auto" else engine)
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
     if isinstance(per_node, str):
@@ -635,7 +724,7 @@ def _own_config(
     same = dict(
         engine=name,
         ranks_per_node=per_node,
-        wire=envs.wire().removesuffix("-puts"),  # some ranks may only put
+        wire=envs.wire(),
         nccl_sms=DEFAULT_NCCL_SMS if nccl_sms is None else checks.integer("nccl_sms", nccl_sms, 1, MAX_NCCL_SMS),
         suspendable=checks.boolean("suspendable", suspendable),
         mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),

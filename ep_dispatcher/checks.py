@@ -9,11 +9,12 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
+from ep_dispatcher.argument_types import Quantize, QuantizeBlocks
 from ep_dispatcher.envs import MAX_TIMEOUT_S
 from ep_dispatcher.errors import DisagreementError, OtherRoutingError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 64
-POWERS_OF_TWO, MXFP8 = "e4m3_1x128_pow2", "mxfp8"
-BLOCKS_OF_128 = (None, "e4m3_1x128", POWERS_OF_TWO)  # which the GEMMs of experts take
-QUANTIZE = (*BLOCKS_OF_128, MXFP8)
+POWERS_OF_TWO: Final = "e4m3_1x128_pow2"
+MXFP8: Final = "mxfp8"
+BLOCKS_OF_128 = (None, *get_args(QuantizeBlocks))
+QUANTIZE = (None, *get_args(Quantize))
 E8M0 = torch.float8_e8m0fnu  # of the scales of MXFP8
 SCALES = (torch.float32, E8M0, torch.uint8)
 BLOCK = 128  # elements of a row whose scales take 4 bytes: a float32, or four e8m0. The last block has what is left
@@ -79,8 +81,11 @@ def boolean(argument: str, value: Any) -> bool:
 
 
 def one_of(argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
+    """Check a name, a dtype or None. Values of other types are not compared: arrays and tensors compare by element."""
+    for one in allowed:
+        if value is one or (isinstance(value, type(one)) and value == one):
+            return
+    fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
 
 
 def buffer_sizes(

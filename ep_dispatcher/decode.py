@@ -5,16 +5,19 @@ operation.py asks this module about arguments and results for ``layout="decode"`
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ep_dispatcher import checks, float8
+from ep_dispatcher.argument_types import ScaleFormat
 from ep_dispatcher.engines.base import CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.plain import writable
 
-SCALE_FORMATS = ("float32", "ue8m0")
+SCALE_FORMATS = get_args(ScaleFormat)
 
 
 def is_decode(layout: str, handle: object) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+
+E = TypeVar("E", bound=Exception)
 
 # The words for a time-out or a closed connection in the stores and gloo of PyTorch 2.9 to 2.14 (provoked), in gloo's
 # other paths and in NCCL (read). gloo and FileStore raise a plain RuntimeError. Its subclasses are others.
@@ -96,6 +98,36 @@ class PeerTimeoutError(_Noted, RuntimeError):
         return PeerTimeoutError, args, {"note": self.note}
 
 
+class PeerDataError(RuntimeError):
+    """What another rank has sent cannot be right, and was not used. The process survives; the buffer has ended.
+
+    The memory of that rank was overwritten, its build is another one, or somebody else has sent in its name.
+
+    operation    "dispatch" or "combine"
+    epoch        number of the operation on the buffer
+    rank         the rank that raises this
+    sender       the rank whose data is wrong, in the buffer's group
+    field        the number that is wrong, in words
+    found        its value; allowed are ``least`` to ``most``
+    """
+
+    def __init__(
+        self, operation: str, epoch: int, rank: int, sender: int, field: str, found: int, least: int, most: int
+    ):
+        self.operation, self.epoch, self.rank, self.sender = operation, epoch, rank, sender
+        self.field, self.found, self.least, self.most = field, found, least, most
+        allowed = f"only {least} is" if least == most else f"{least} to {most} are"
+        super().__init__(
+            f"{operation}, epoch {epoch}: rank {rank} got data of rank {sender} that cannot be right: {field} is "
+            f"{found}, but {allowed} possible. destroy() this buffer, and look for what writes to the memory of rank "
+            f"{sender} or sends in its name."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default an exception is copied from its message alone
+        own = (self.operation, self.epoch, self.rank, self.sender, self.field, self.found, self.least, self.most)
+        return PeerDataError, own
+
+
 class _FoundError(ValueError):
     """A text, and facts that are attributes too."""
 
@@ -146,7 +178,7 @@ def is_peer_failure(error: BaseException) -> bool:
     return type(error) in _PEER_FAILURE_TYPES and _PEER_FAILURE_TEXT.search(str(error)) is not None
 
 
-def again(error: ValueError, more: str = "") -> ValueError:
+def again(error: E, more: str = "") -> E:
     """Return a new error with the same facts, and more text.
 
     Raise the new one where the first one is kept: a raised error holds the frames that it passed, and their tensors.

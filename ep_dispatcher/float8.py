@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.argument_types import Quantize
 from ep_dispatcher.checks import BLOCK, E8M0, MXFP8, POWERS_OF_TWO, num_scales
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
@@ -13,7 +14,7 @@ SCALES_OF_INT = 4  # packed exponents in an int32
 _MANTISSA = 0x007FFFFF  # of a float32
 
 
-class QuantizedRows(tuple):
+class QuantizedRows(tuple[Tensor, Tensor]):
     """The pair (rows float8_e4m3fn [n, hidden], scales float32 [n, ceil(hidden / 128)] or of MXFP8, see ep.quantize).
 
     ``anchor`` is None, or a bfloat16 [n, hidden] tensor without memory of its own. It stands for the exact rows in
@@ -41,7 +42,7 @@ class QuantizedRows(tuple):
         return self[1]
 
 
-def quantize(x: Tensor, kind: str = "e4m3_1x128") -> QuantizedRows:
+def quantize(x: Tensor, kind: Quantize = "e4m3_1x128") -> QuantizedRows:
     """scale = max(amax(|block|) / 448, 2^-126);  row = float8_e4m3fn(block / scale)
 
     x     floating point [n, hidden]. The result has no gradient. All steps are in float32
@@ -116,16 +117,33 @@ def column_major(scales: Tensor) -> Tensor:
     return scales.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """row * scale, rounded to ``dtype``: [n, hidden].
+def unpacked(scales: Tensor, hidden: int) -> Tensor:
+    """int32 [..., n], four exponents each as `packed_exponents` has them -> one scale for each block of a row.
 
-    pair: rows and scales as ``ep.quantize`` returns them; scales of MXFP8 may be uint8. Differentiable if it comes from
+    float32 [..., 4 * n] for blocks of 128. There are more of them in MXFP8, whose scales come back as uint8.
+    """
+    exponents = scales.contiguous().view(torch.uint8)
+    return exponents if _is_packed_mx(exponents.shape[-1], hidden) else float32_of(exponents)
+
+
+def _is_packed_mx(num_exponents: int, hidden: int) -> bool:
+    """Return whether so many exponents of a row are those of MXFP8: one for 32 entries, in whole integers."""
+    return num_exponents == num_scales(hidden, E8M0)
+
+
+def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """row * scale, rounded to ``dtype``: [n, hidden], or [num_local_experts, n, hidden] in decode layout.
+
+    pair: rows and scales as ``ep.quantize`` and dispatches return them. Scales of MXFP8 may be uint8, and those of
+    decode layout with scale_format="ue8m0" are int32, with four exponents each. Differentiable if it comes from
     ``ep.dispatch``.
 
     Raises ValueError for another pair.
     """
     _check_pair(pair)
     rows, scales = pair
+    if scales.dtype == torch.int32:
+        scales = unpacked(scales, rows.shape[-1])
     blocks = blocks_of(rows.detach(), scales.dtype) * float32_of(scales).unsqueeze(-1)
     x = rows_of(blocks, rows.shape[-1]).to(dtype)
     anchor = getattr(pair, "anchor", None)
@@ -148,9 +166,24 @@ def _check_pair(pair: tuple[Tensor, Tensor]) -> None:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
         checks.fail("pair", type(pair).__name__, "two tensors (rows, scales), as ep.quantize returns them")
     rows, scales = pair
-    if rows.dtype == torch.float8_e4m3fn and scales.dtype in checks.SCALES and rows.dim() > 0:
-        if scales.shape == (*rows.shape[:-1], num_scales(rows.shape[-1], scales.dtype)):
+    if rows.dtype == torch.float8_e4m3fn and rows.dim() > 0 and scales.shape[:-1] == rows.shape[:-1]:
+        if scales.dim() == rows.dim() and scales.shape[-1] in _numbers_of_scales(rows.shape[-1], scales.dtype):
             return
     given = f"rows of {rows.dtype} {list(rows.shape)} and scales of {scales.dtype} {list(scales.shape)}"
-    allowed = f"rows of torch.float8_e4m3fn [n, hidden] and scales of torch.float32 [n, ceil(hidden / {BLOCK})]"
-    checks.fail("pair", given, allowed + f", or of {E8M0} or torch.uint8 [n, 4 * ceil(hidden / {BLOCK})]")
+    allowed = (
+        f"rows of torch.float8_e4m3fn [n, hidden] and scales of torch.float32 [n, ceil(hidden / {BLOCK})], of "
+        f"{E8M0} or torch.uint8 [n, 4 * ceil(hidden / {BLOCK})], or packed ones of torch.int32: "
+        f"[n, ceil(hidden / {BLOCK})] of MXFP8, else [n, hidden / {BLOCK * SCALES_OF_INT}]"
+    )
+    checks.fail("pair", given, allowed)
+
+
+def _numbers_of_scales(hidden: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return how many scales of this dtype a row may have."""
+    if dtype in checks.SCALES:
+        return (num_scales(hidden, dtype),)
+    if dtype != torch.int32:
+        return ()
+    block = BLOCK * SCALES_OF_INT
+    of_mx = num_scales(hidden)
+    return (of_mx,) if hidden % block else (of_mx, hidden // block)

@@ -95,8 +95,10 @@ def _read_offer(message: bytes, own: _Offer, num_ranks: int) -> _Offer | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two results have the same form. None may stand for anything."""
-    if isinstance(one, dict) and isinstance(other, dict):
+    """Return whether two results have the same form. None may stand for anything but a dict."""
+    if isinstance(one, dict) or isinstance(other, dict):
+        if not (isinstance(one, dict) and isinstance(other, dict)):
+            return False
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return not other or all(_alike(element, other[min(i, len(other) - 1)]) for i, element in enumerate(one))
@@ -147,8 +149,12 @@ def _connect() -> tuple[Store, list[Store]]:
     """A connection to the default store for one round alone, and where to put it back.
 
     A wait on it blocks no other call of this process. A store without clone(), as one written in Python, is shared.
+    So is a FileStore, because PyTorch counts each one that is freed as a worker that has left, and the last one deletes
+    the file: other ranks may still need it. Where the disk is full, freeing one hangs or ends the process.
     """
     shared = dist.distributed_c10d._get_default_store()
+    if _is_file(shared):
+        return shared, []
     idle = _idle.setdefault(shared, [])
     try:
         return idle.pop(), idle
@@ -160,6 +166,12 @@ def _connect() -> tuple[Store, list[Store]]:
         if is_peer_failure(error):
             raise
         return shared, []
+
+
+def _is_file(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
 
 
 def _history_of(group: ProcessGroup) -> History:
@@ -229,6 +241,12 @@ class Gather:
         if "stopped" in decision:
             raise RuntimeError(f"{self._doing(phase)}: rank {decision['stopped']} left: {decision['by']}")
         self._together = True
+        if messages[self._rank] != message.encode():
+            self._together = False
+            raise RuntimeError(
+                f"{self._doing(phase)}: somebody has changed this rank's message in the store of the default process "
+                f"group, to {messages[self._rank][:100]!r}"
+            )
         offers = self._read_offers(phase, own, messages)
         attempts = [offer.attempts for offer in offers]
         self._history.attempts = max(attempts)

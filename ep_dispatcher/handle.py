@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar  # of PyTorch; Python's own has defaults from 3.13 on
+
+from ep_dispatcher.argument_types import Layout
 
 R = TypeVar("R", bound="_Result")
+# The types of what an output has: they depend on what was asked for. An output without them has the unions.
+Rows = TypeVar("Rows", bound="Tensor | tuple[Tensor, Tensor]", covariant=True, default="Tensor | tuple[Tensor, Tensor]")
+Weights = TypeVar("Weights", bound="Tensor | None", covariant=True, default="Tensor | None")
 
 
 def _short(value: Any) -> str:
@@ -47,7 +53,7 @@ class Handle(_Result):
     """
 
     buffer_id: str
-    layout: str  # "expert" | "rank" | "decode"
+    layout: Layout
     expert_alignment: int
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
@@ -80,9 +86,22 @@ class Event:
         return True
 
 
+class NoHook:
+    """The hook of an operation without ``return_hook``."""
+
+    def __call__(self) -> None:
+        """Do nothing: nothing is left to receive."""
+
+
+NO_HOOK = NoHook()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class DispatchOutput(_Result):
+class DispatchOutput(_Result, Generic[Rows, Weights]):
     """The rows that this rank received. ``rows`` is their number, padding included.
+
+    In annotations ep.DispatchOutput[Tensor, Tensor] has the types of x and topk_weights; the types of a result follow
+    from the arguments.
 
     x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, scales)
     topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where the expert is
@@ -93,7 +112,7 @@ class DispatchOutput(_Result):
     rows_per_expert   int64 [num_local_experts], the same rounded up to expert_alignment
     handle            for combine, and for another dispatch with the same routing
     event             completion of this dispatch
-    hook              None; with ``return_hook`` the function to call before anything here is read
+    hook              with ``return_hook`` the function to call before anything here is read; else it does nothing
 
     In decode layout, with S = num_ranks * max_tokens_per_rank:
 
@@ -105,14 +124,14 @@ class DispatchOutput(_Result):
     topk_weights      None, and so is topk_idx
     """
 
-    x: Tensor | tuple[Tensor, Tensor]
-    topk_weights: Tensor | None
+    x: Rows
+    topk_weights: Weights
     topk_idx: Tensor | None
     tokens_per_expert: Tensor
     rows_per_expert: Tensor
     handle: Handle
     event: Event
-    hook: Callable[[], None] | None = None
+    hook: Callable[[], None] = field(default=NO_HOOK, repr=False)
 
     @property
     def rows_on_host(self) -> Tensor:
@@ -122,16 +141,16 @@ class DispatchOutput(_Result):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CombineOutput(_Result):
+class CombineOutput(_Result, Generic[Weights]):
     """The sums of this rank's tokens.
 
     x             [num_tokens, hidden] of the buffer's dtype
     topk_weights  float32 [num_tokens, num_topk]; None if combine got none
     event         completion of this combine
-    hook          None; with ``return_hook`` the function to call before x is read
+    hook          with ``return_hook`` the function to call before x is read; else it does nothing
     """
 
     x: Tensor
-    topk_weights: Tensor | None
+    topk_weights: Weights
     event: Event
-    hook: Callable[[], None] | None = None
+    hook: Callable[[], None] = field(default=NO_HOOK, repr=False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ep_dispatcher import _C_cpu, checks, envs
+from ep_dispatcher.argument_types import EngineName
 from ep_dispatcher.topology import Topology
 
 # Limits of the CUDA engine, and its default number of multiprocessors.
@@ -97,8 +98,8 @@ class Shape:
         """Tokens that share a flag, raised once their rows are staged or have crossed to another node. A power of two.
 
         On 2 H200, one node, smaller chunks cost more in flags than they save. Between nodes the last chunk can be
-        pulled only when all has crossed: at 50 GB/s chunks of 256 took 0.95 of the time of chunks of 1024, those of 128
-        took more (benchmarks/paced_wire.py --chunks).
+        pulled only when all has crossed: over a peer wire that was held to 50 GB/s chunks of 256 took 0.95 of the time
+        of chunks of 1024, those of 128 took more.
         """
         return 1024 if self.num_nodes == 1 else 256
 
@@ -106,8 +107,8 @@ class Shape:
     def sum_chunk(self) -> int:
         """Tokens that share a flag, raised once their sums have crossed to another node. A power of two.
 
-        At 50 GB/s, one H200, 2 nodes (benchmarks/paced_wire.py --chunks), with window chunks of this size too: chunks
-        of 128 took 0.97 to 0.99 of the time of 256 with one rank per node, and 1.02 to 1.03 with two.
+        On one H200, 2 nodes, over a peer wire that was held to 50 GB/s, with window chunks of this size too: chunks of
+        128 took 0.97 to 0.99 of the time of 256 with one rank per node, and 1.02 to 1.03 with two.
         """
         return 128 if self.ranks_per_node == 1 else 256
 
@@ -150,7 +151,7 @@ def buffer_bytes(
     dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
     mask_late_ranks: bool = False,
-    engine: str = "cuda",
+    engine: EngineName = "cuda",
 ) -> BufferBytes:
     """Return the bytes that one rank allocates when it makes this Buffer: the same on every rank, and exact.
 

@@ -9,15 +9,17 @@ The same holds for combine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import checks, decode, float8
+from ep_dispatcher.argument_types import Quantize
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, Received
 from ep_dispatcher.errors import PeerTimeoutError
-from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.handle import NO_HOOK, CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.plain import plain
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def dispatch_request(
     topk_weights: Tensor | None,
     layout: str = "expert",
     expert_alignment: int = 1,
-    quantize: str | None = None,
+    quantize: Quantize | None = None,
     handle: Handle | None = None,
     max_recv_rows: int | None = None,
     scale_format: str = "float32",
@@ -252,7 +254,7 @@ def dispatch_output(
         rows_per_expert=rows_per_expert,
         handle=handle,
         event=buffer.live_engine().event(buffer),
-        hook=Hook(buffer) if request.sends_only else None,
+        hook=Hook(buffer) if request.sends_only else NO_HOOK,
     )
 
 
@@ -260,7 +262,7 @@ def combine_output(
     buffer: Buffer, request: CombineRequest, combined: Combined, out: Tensor | None = None
 ) -> CombineOutput:
     """Name the results of a combine. out: the caller's, complete when this returns, or after the hook."""
-    hook = None
+    hook: Callable[[], None] = NO_HOOK
     if request.sends_only:
         hook = Hook(buffer, combined.x, out)
     elif out is not None:

@@ -14,8 +14,12 @@ from ep_dispatcher import checks
 
 
 def host_id() -> str:
-    """Return an id that two processes share if they can open each other's shared memory: one kernel and namespace."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    """Return an id that two processes share if they can pass each other memory.
+
+    They need one kernel, one network namespace for their sockets, and one process namespace to notice each other's end.
+    """
+    namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return " ".join((Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces))
 
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

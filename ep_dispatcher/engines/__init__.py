@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 import torch
 
 from ep_dispatcher import checks
+from ep_dispatcher.capability import CAPABILITIES, runs_on
 from ep_dispatcher.engines.base import Engine, EngineConfig
 
 # The engines of this build.
 ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
-CAPABILITIES = "9.0 or newer, without 12.x"
-
-
-def runs_on(capability: tuple[int, int]) -> bool:
-    """Return whether kernels can run on a GPU. They need 227 KiB of shared memory in a block; 12.x has 99."""
-    return capability >= (9, 0) and capability[0] != 12
 
 
 def cuda_problem() -> str | None:
@@ -28,7 +24,22 @@ def cuda_problem() -> str | None:
     capability = torch.cuda.get_device_capability()
     if not runs_on(capability):
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, not {CAPABILITIES}"
+    driver, built_by = importlib.import_module("ep_dispatcher._C_cuda").cuda_versions()
+    if driver // 1000 < built_by // 1000:
+        return f"it was built by CUDA {_version(built_by)}, and the GPU driver knows CUDA {_version(driver)} only"
     return None
+
+
+def _version(number: int) -> str:
+    """Return a version of CUDA as text: 12080 is 12.8."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def summary() -> str:
+    """Return a line that says which engines this build has, and which one a buffer takes here by default."""
+    problem = cuda_problem()
+    taken = "cuda" if problem is None else f"cpu, not cuda: {problem}"
+    return f"engines {' and '.join(ENGINES)}; here a buffer takes {taken}"
 
 
 def choose(engine: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
+from ep_dispatcher.argument_types import Quantize
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
@@ -60,7 +61,7 @@ class DispatchRequest(NamedTuple):
     layout: str = "expert"
     expert_alignment: int = 1
     num_rows: int = -1  # of the output; -1: as many as arrive
-    quantize: str | None = None  # of checks.QUANTIZE: bfloat16 rows travel as ep_dispatcher.quantize makes them
+    quantize: Quantize | None = None  # bfloat16 rows travel as ep_dispatcher.quantize makes them
     sends_only: bool = False  # `receive` will complete the operation
     packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
 

@@ -19,6 +19,9 @@ GRACE_S = 2.0
 _UNHEARD = "The store did not answer, so this rank does not know whether they wait for other ranks themselves."
 
 
+MAX_BYTES = 2**16  # of a report
+
+
 class Chain(NamedTuple):
     """The end of a chain of ranks, each of which waits for the next."""
 
@@ -60,7 +63,7 @@ def follow_chain(
 def _listen(store: Store, rank: int, word: dict[str, Any], beside: list[int], answer: list[Chain]) -> None:
     def has_reported(peer: int) -> bool:
         if peer not in words and store.check([str(peer)]):
-            words[peer] = json.loads(store.get(str(peer)))
+            words[peer] = _read_word(store.get(str(peer)), peer)
         return peer in words
 
     def follow(todo: list[int]) -> None:
@@ -93,6 +96,28 @@ def _listen(store: Store, rank: int, word: dict[str, Any], beside: list[int], an
     except Exception as error:  # if the store is gone, the last answer counts
         if not is_peer_failure(error):
             answer.append(answer[-1]._replace(reason=f"The store failed, by {type(error).__name__}: {error}"))
+
+
+def _read_word(message: bytes, peer: int) -> dict[str, Any]:
+    """Return the report in a message. ValueError if it is none: whoever can connect to the store can write there."""
+    try:
+        word = json.loads(message) if len(message) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        word = None
+    if (
+        isinstance(word, dict)
+        and word.keys() == {"waits", "gone", "operation", "epoch"}
+        and _are_ranks(word["waits"])
+        and _are_ranks(word["gone"])
+        and type(word["operation"]) is str
+        and type(word["epoch"]) is int
+    ):
+        return word
+    raise ValueError(f"{message[:100]!r} is no report of rank {peer}")
+
+
+def _are_ranks(value: Any) -> bool:
+    return type(value) is list and all(type(rank) is int and rank >= 0 for rank in value)
 
 
 def _judge(rank: int, words: dict[int, dict[str, Any]], silent: list[int]) -> tuple[Chain, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -11,7 +12,12 @@ from functools import partial
 
 from ep_dispatcher import checks, threads
 
+logger = logging.getLogger(__name__)
+
 LOOK_S = 1.0  # how often a watching thread looks
+# A thread leaves an operation at the latest after the limit of the operation, and after so many seconds more, in which
+# it finds out who is late and closes connections.
+LEAVE_S = 10.0
 
 
 def watch(look: Callable[[], bool], name: str) -> threading.Thread:
@@ -59,7 +65,7 @@ class Operation:
             health.raise_if_ended(suspended=self.suspended, ended=self.ended)
             return self
         except BaseException:  # it is raised again
-            health._leave(self)  # noqa: SLF001
+            health._leave(self, failed=True)  # noqa: SLF001
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -67,17 +73,17 @@ class Operation:
             if error is not None:
                 self._health._end_inside(self, error)  # noqa: SLF001
         finally:
-            self._health._leave(self)  # noqa: SLF001
+            self._health._leave(self, failed=error is not None)  # noqa: SLF001
 
 
 class Health:
     """Let one operation run at a time, remember the failure that ended the buffer's use, and abort once.
 
-        health = Health(abort)
+        health = Health(abort, limit_s)
         with health.operation("dispatch"):   # ValueError while another one runs; any exception ends the buffer's use
             ...
         health.raise_if_ended()              # raises that failure, a new exception each time
-        health.stop(interrupt, free)         # destroy(): free() once nobody is inside
+        health.stop(interrupt, free)         # destroy(): free() once nobody is inside; waits no longer than limit_s
 
     While ``suspended`` is set, operations are refused, except those for a suspended buffer.
 
@@ -90,22 +96,30 @@ class Health:
     an operation first enters, then checks for the end.
     """
 
-    def __init__(self, abort: Callable[[], None]):
+    def __init__(self, abort: Callable[[], None], limit_s: float):
         self._abort = abort
+        self._limit_s = limit_s  # of an operation
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # a thread has left an operation, or has freed
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of the buffer
         self._aborted = False
         self._inside: Operation | None = None
         self.is_stopped = False  # the buffer is destroyed, or about to be
         self.suspended = False
-        self._free: Callable[[], None] | None = None  # until it has run
+        self._free: Callable[[], None] | None = None  # from stop() on, until it has run
+        self._freeing: int | None = None  # the thread that runs it
+        self._num_waiting = 0  # threads that wait until they may free
 
     @property
     def ended(self) -> bool:
         """Return whether the buffer can only be destroyed, or is destroyed."""
         return self.is_stopped or self._failure is not None
+
+    @property
+    def waits_to_be_freed(self) -> bool:
+        """Return whether memory is still there and no thread is about to free it: stop() has not come so far."""
+        return (not self.is_stopped or self._free is not None) and self._inside is None and self._freeing is None
 
     @property
     def is_busy(self) -> bool:
@@ -148,21 +162,36 @@ class Health:
         ``interrupt()`` must make the thread that is inside raise soon, wherever it waits. If it is this thread (a
         signal handler destroys the buffer), it frees when it leaves. A forked child frees nothing: its memory belongs
         to its parent.
+
+        Errors of ``interrupt`` and ``free`` are raised here, whichever way the thread inside has left. If that thread
+        does not leave within the limit of an operation and ``LEAVE_S``, this raises RuntimeError, and that thread frees
+        when it leaves after all. At the end of the process the limit is ``threads.EXIT_S``.
         """
         if os.getpid() != self._pid:
             return
+        this_thread, limit_s = threading.get_ident(), self._limit_s + LEAVE_S
+        failure: Exception | None = None
         with self._lock:
             if not self.is_stopped:
                 self.is_stopped, self._free = True, free
             inside = self._inside
             if inside is not None:
-                interrupt()
-                if inside.thread != threading.get_ident():
-                    if not threading.main_thread().is_alive():  # the process ends
-                        threads.await_at_exit(inside.thread)
-                    self._changed.wait_for(lambda: self._inside is None)
-            if self._inside is None:
-                self._release()
+                if inside.thread != this_thread and not threading.main_thread().is_alive():  # the process ends
+                    threads.await_at_exit(inside.thread)
+                    limit_s = min(limit_s, threads.EXIT_S)
+                try:
+                    interrupt()  # with the lock held: what it needs is not freed meanwhile
+                except Exception as error:  # a lost device, which the thread inside finds too: wait for it all the same
+                    failure = error
+                if inside.thread == this_thread:
+                    if failure is not None:
+                        raise failure
+                    return
+            # With the lock still held, so that the thread inside leaves freeing to this one.
+            self._num_waiting += 1
+        self._release(limit_s)
+        if failure is not None:
+            raise failure
 
     def _end_inside(self, operation: Operation, error: BaseException) -> None:
         """End the buffer's use after an error inside an operation: for the others this rank is late now."""
@@ -174,23 +203,78 @@ class Health:
                 f"{operation.name}"
             ) from error
 
-    def _leave(self, operation: Operation) -> None:
+    def _leave(self, operation: Operation, failed: bool) -> None:
+        """Leave an operation, and free what stop() has left to this thread. failed: the operation raises an error."""
         if self._inside is not operation:  # it never entered; a forked child must not take the lock
             return
         with self._lock:
             self._inside = None
-            if self.is_stopped:  # only then does a thread wait for this
-                if self._free is not None:
-                    self._release()
-                self._changed.notify_all()
+            if not self.is_stopped:  # the usual case
+                return
+            self._changed.notify_all()
+            if self._num_waiting:  # a thread that waits in stop() frees, and raises the errors of that
+                return
+            self._num_waiting += 1
+        try:
+            self._release(self._limit_s + LEAVE_S)
+        except Exception as error:  # of any kind, from a driver too
+            if not failed:
+                raise
+            # The error of the operation says more than what follows from it.
+            logger.error("ep_dispatcher: a destroyed buffer did not free all of its memory.", exc_info=error)
 
-    def _release(self) -> None:
-        """Abort and free, with the lock held and nobody inside."""
-        if self._free is not None:
+    def _release(self, limit_s: float) -> None:
+        """Wait until no thread is inside or frees. Then abort and free, unless another thread has done it.
+
+        The caller has added this thread to ``_num_waiting``. Raises RuntimeError after ``limit_s``.
+        """
+        this_thread, is_mine = threading.get_ident(), False
+
+        def is_alone() -> bool:
+            return self._inside is None and self._freeing in (None, this_thread)
+
+        try:
+            with self._lock:
+                try:
+                    comes_in_time = self._changed.wait_for(is_alone, limit_s)
+                finally:
+                    self._num_waiting -= 1
+                if not comes_in_time:
+                    raise RuntimeError(self._not_freed(limit_s))
+                if self._free is None or self._freeing is not None:  # it is done; or a signal handler runs in `free`
+                    return
+                is_mine, self._freeing = True, this_thread
+            # Without the lock, because this can take long, and other threads must not wait for the lock meanwhile.
             self._abort_once()
-        free, self._free = self._free, None  # only now: after an exception in the abort the next call does both
-        if free is not None:
+            self._run_free()
+        finally:
+            if is_mine:
+                with self._lock:
+                    self._freeing = None
+                    self._changed.notify_all()
+
+    def _run_free(self) -> None:
+        """Call ``free`` once. After an interrupt in it, or in the abort before it, the next stop() does both again."""
+        free = self._free
+        if free is None:  # a signal handler has just done it
+            return
+        try:
             free()
+        except Exception:  # it is raised again; freeing once more would fail again
+            self._free = None
+            raise
+        self._free = None
+
+    def _not_freed(self, limit_s: float) -> str:
+        """Say what destroy() has waited for in vain, with the lock held."""
+        if self._inside is not None:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            where = f"Thread {names.get(self._inside.thread, self._inside.thread)!r} is still in {self._inside.name}"
+            return (
+                f"destroy() gave up after {limit_s:.1f} s. {where}, although it was interrupted. When it leaves, it "
+                "frees the memory of this buffer. Until then other ranks may wait for this one until their limits."
+            )
+        return f"destroy() gave up after {limit_s:.1f} s. Another thread is still freeing the memory of this buffer."
 
     def _abort_once(self) -> None:
         with self._lock:

@@ -7,12 +7,16 @@ caller passes wins. A switch is read when it is called, not at import. A value t
 with the name, what was given and what is allowed.
 """
 
+import functools
+import logging
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 1e9  # the longest limit of an operation
 Value = TypeVar("Value")
@@ -80,19 +84,9 @@ timeout_s = Switch(
 wire = Switch(
     "EP_DISPATCHER_WIRE",
     "auto",
-    *_one_of("auto", "peer", "nccl", "nvshmem", "nvshmem-puts"),
-    "how the cuda engine sends between nodes. peer: stores through NVLink, between virtual nodes of one host. "
-    "nccl: messages of PyTorch's NCCL, over any network that NCCL knows. "
-    "nvshmem: puts of NVSHMEM, and stores where NVLink reaches the other node. nvshmem-puts: puts alone, for "
-    "tests. auto: peer on one host, nccl on several",
-)
-wire_gbps = Switch[float | None](
-    "EP_DISPATCHER_WIRE_GBPS",
-    None,
-    "a number above 0, in GB/s",
-    _positive_float,
-    "the highest rate of the peer wire, per rank and direction: to measure with the rate of a network card. Needs "
-    "a build with EP_DISPATCHER_PACE=1",
+    *_one_of("auto", "peer", "nccl", "nvshmem"),
+    "how the cuda engine sends between nodes. peer: through NVLink, between virtual nodes of one host. nccl: by "
+    "PyTorch's NCCL, over any network that it knows. nvshmem: by NVSHMEM. auto: peer on one host, nccl on several",
 )
 trace = Switch(
     "EP_DISPATCHER_TRACE",
@@ -104,42 +98,33 @@ max_tokens_per_rank = Switch[int | None](
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
     None,
     *_COUNT,
-    "size of the integrations' buffers. unset: the ranks of a deep_ep program agree on it before every dispatch; "
-    "Megatron has an argument of this meaning, which wins",
+    "the most tokens of a rank, for Megatron, transformers and deep_ep programs. unset: the ranks of the latter two "
+    "agree on it before every dispatch. Megatron's argument of this meaning wins",
 )
 deep_ep_exact = Switch(
     "EP_DISPATCHER_DEEP_EP_EXACT",
     False,
     *_YES_OR_NO,
-    "1: deep_ep programs also get what DeepEP's own tests look at. Handles have rank_prefix_matrix, recv_src_info "
-    "and recv_layout_range, and weights of experts on other ranks are summed, for one more small operation in each "
-    "such call",
+    "1: deep_ep programs also get what DeepEP's own tests look at, for one more small operation in each such call "
+    "(docs/deep_ep.md)",
 )
-SWITCHES = (engine, ranks_per_node, timeout_s, wire, wire_gbps, trace, max_tokens_per_rank, deep_ep_exact)
+SWITCHES = (engine, ranks_per_node, timeout_s, wire, trace, max_tokens_per_rank, deep_ep_exact)
 # setup.py reads them
-_OF_THE_BUILD = ("CUDA", "CUDA_ARCHS", "NVSHMEM", "STAMPS", "PACE")
+_OF_THE_BUILD = ("CUDA", "CUDA_ARCHS", "NVSHMEM", "STAMPS")
 _NAMES = (*(switch.name for switch in SWITCHES), *(f"EP_DISPATCHER_{name}" for name in _OF_THE_BUILD))
-REMOVED = {  # what was a switch once, and what has its meaning now
-    "EP_DISPATCHER_SPIN_US": "nothing, it is a constant of 50",
-    "EP_DISPATCHER_NUM_SMS": "Buffer(num_sms=), Megatron's --ep-dispatcher-num-sms, deep_ep's Buffer.set_num_sms",
-    "EP_DISPATCHER_RAIL_SMS": "nothing, a sixth of num_sms, in rank layout a quarter",
-    "EP_DISPATCHER_GROUPED_EXPERTS": "Megatron's --ep-dispatcher-experts auto",
-    "EP_DISPATCHER_EXPERT_WAVES": "Megatron's --ep-dispatcher-overlap",
-    "EP_DISPATCHER_RANK_CAPACITY_FACTOR": "Megatron's --ep-dispatcher-rank-capacity-factor",
-    "EP_DISPATCHER_GEMM_SM_MARGIN": "Megatron's --ep-dispatcher-gemm-sm-margin",
-}
-
-
-def refuse_removed() -> None:
-    """Raise ValueError if a switch is set that is none any more: the job would run otherwise than it asks."""
-    for name, replacement in REMOVED.items():
-        if os.environ.get(name):
-            raise ValueError(f"{name}: given {os.environ[name]!r}, allowed: unset. In its place: {replacement}")
 
 
 def unknown() -> list[str]:
     """Return set variables that look like switches but are none, most likely misspelt."""
-    return sorted(name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in (*_NAMES, *REMOVED))
+    return sorted(name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in _NAMES)
+
+
+@functools.cache
+def warn_of_unknown() -> None:
+    """Warn once in a process of variables that look like switches: the job would run otherwise than they ask."""
+    for name in unknown():
+        meant = "".join(f"; the nearest name is {near}" for near in nearest(name))
+        logger.warning("ep_dispatcher: %s is set, but there is no such switch%s", name, meant)
 
 
 def nearest(name: str) -> list[str]:

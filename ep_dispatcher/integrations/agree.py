@@ -1,10 +1,17 @@
-"""Agreements between ranks outside the engine, with its time limit and its error. No host waits for a GPU."""
+"""What integrations share: agreements between ranks outside the engine, and what they say to the user.
+
+An agreement has the engine's time limit and its error. No host waits for a GPU.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,16 +23,45 @@ import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.errors import is_peer_failure
+from ep_dispatcher.gather import STORE_S, count_attempt
+from ep_dispatcher.threads import in_thread
 from ep_dispatcher.topology import registered_group
 
 _agreements: Counter[str] = Counter()  # number by group; the same on all its ranks
+_in_use: set[str] = set()  # frameworks of which ``say_in_use`` has told
 _of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the rank of the job that tells the user something."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def say(text: str) -> None:
     """Print a line of ours on the first rank of the job."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         print(text, flush=True)
+
+
+def say_in_use(framework: str, buffer: ep.Buffer, more: str = "") -> None:
+    """Print once a job, on its first rank, that this library carries the tokens of a framework.
+
+    framework   its name and version, such as "torchtitan 0.3.0"
+    buffer      the first one; the line has its engine, sizes, ranks, nodes, and the wire between nodes
+    more        facts of this framework alone, which follow its name
+    """
+    name = framework.partition(" ")[0]
+    if name not in _in_use:
+        _in_use.add(name)
+        say(f"ep_dispatcher {ep.__version__} carries the tokens of {framework}{more}. First buffer: {buffer}")
+
+
+def versioned(package: str) -> str:
+    """Return the name of a package, and its version if it is installed by pip."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:  # run from its sources
+        return package
 
 
 # Outside of compiled graphs: a host waits here with a limit, and looks for late ranks. No operator could do more for a
@@ -47,7 +83,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
     try:
         limit = timedelta(seconds=envs.timeout_s())
         dist.all_reduce(tensor, op, group=_hosts(group, limit), async_op=True).wait(limit)
-    except RuntimeError as cause:  # only a time-out or a closed connection is a late peer
+    except (RuntimeError, OSError) as cause:  # only a time-out or a closed connection is a late peer
         if not is_peer_failure(cause):
             raise
         waited_s, rank = time.monotonic() - started, group.rank()
@@ -59,13 +95,43 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
         raise error from cause
 
 
+def most_of(number: int, group: ProcessGroup, *, about: str, note: str = "") -> int:
+    """Return the largest number of any rank, before all ranks make a buffer, or all make none. Collective."""
+    most = torch.tensor(number, dtype=torch.int64, device="cpu")
+    try:
+        all_reduce(most, dist.ReduceOp.MAX, group, about=about, note=note)
+    except ep.PeerTimeoutError:
+        count_attempt(registered_group(group))  # a late rank finds the others' messages, and begins to make the buffer
+        raise
+    return int(most)
+
+
+def check_same(everyone: Sequence[Mapping[str, int | None]]) -> None:
+    """Raise ValueError if ranks have brought different numbers to a Gather. None: not given."""
+    for rank, one in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if one[name] != first:
+                zero, other = ("none" if number is None else number for number in (first, one[name]))
+                raise ValueError(f"{name}: rank 0 gave {zero}, rank {rank} gave {other}; all ranks must give the same")
+
+
+def leave(buffer: ep.Buffer) -> None:
+    """Destroy a buffer before this rank raises an error of its own, so that peers that wait for it learn at once.
+
+    They raise PeerTimeoutError, which says that this rank has left. Otherwise they would wait out their limit.
+    """
+    with suppress(ValueError, RuntimeError):  # late errors of earlier operations: that of the caller comes first
+        buffer.destroy()
+
+
 def _hosts(group: ProcessGroup, limit: timedelta) -> ProcessGroup:
     """Return the group, if it takes tensors on the CPU; else one of the same ranks that does, made at first use."""
     if _takes_cpu_tensors(group):
         return group
     if group not in _of_hosts:
         ranks = dist.get_process_group_ranks(group)
-        _of_hosts[group] = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)
+        make = partial(dist.new_group, ranks, limit, "gloo", use_local_synchronization=True)
+        _of_hosts[group] = in_thread(make, limit.total_seconds() + STORE_S)  # it asks the store, which may hang
     return _of_hosts[group]
 
 

@@ -6,15 +6,17 @@ grouped_gemm_kernels.py has the same formulas in Triton.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import numbers
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.argument_types import ActivationFunction, ActivationName
 
-FUNCTIONS = ("silu", "gelu", "gelu_tanh", "squared_relu", "situ")
+FUNCTIONS = get_args(ActivationFunction)
 
 
 class Activation(NamedTuple):
@@ -29,13 +31,16 @@ class Activation(NamedTuple):
                  "squared_relu"  f(x) = max(x, 0)^2
                  "situ"          f(x) = beta * tanh(x / beta) * sigmoid(x); up: linear_beta * tanh(up / linear_beta)
     gated        whether the first GEMM gives a pair (gate, up) for each entry
-    alpha        of "silu"; 1.702 makes it the quick GELU
+    alpha        of "silu" alone; 1.702 makes it the quick GELU
     limit        None: nothing is clamped. Only with a gate
     offset       added to up. Only with a gate
-    beta, linear_beta  of "situ"
+    beta, linear_beta  of "situ" alone
+
+    Numbers are finite, and all but the offset above 0. One at its default may stand beside any function; another one
+    that the function does not read is a ValueError where the activation is used.
     """
 
-    function: str = "silu"
+    function: ActivationFunction = "silu"
     gated: bool = True
     alpha: float = 1.0
     limit: float | None = None
@@ -50,7 +55,7 @@ class Activation(NamedTuple):
 
 
 SWIGLU = Activation()
-NAMED = {
+NAMED: dict[ActivationName, Activation] = {
     "swiglu": SWIGLU,
     "geglu": Activation("gelu"),
     "gelu": Activation("gelu", gated=False),
@@ -59,23 +64,63 @@ NAMED = {
 }
 
 
-def checked(given: str | Activation) -> Activation:
-    """Return the activation of this name or description. ValueError if it is not allowed."""
+# Fields that one function alone reads, and that function.
+_READ_BY = {"alpha": "silu", "beta": "situ", "linear_beta": "situ"}
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+def checked(given: ActivationName | Activation) -> Activation:
+    """Return the activation of this name or description, with numbers of Python. ValueError if it is not allowed."""
     if not isinstance(given, Activation):
-        checks.one_of("activation", given, (*NAMED, "an ep.Activation"))
+        if not isinstance(given, str) or given not in NAMED:
+            names = ", ".join(map(repr, NAMED))
+            checks.fail("activation", repr(given), f"{names}, or an ep.Activation")
         return NAMED[given]
     checks.one_of("activation.function", given.function, FUNCTIONS)
     checks.boolean("activation.gated", given.gated)
-    for name in ("alpha", "offset", "beta", "linear_beta", "limit"):
-        value = getattr(given, name)
-        if name == "limit" and value is None:
-            continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or (name != "offset" and value <= 0):
-            checks.fail(f"activation.{name}", repr(value), "a number" if name == "offset" else "a number above 0")
-    if not given.gated and (given.limit is not None or given.offset or given.function == "situ"):
+    limit = None if given.limit is None else _number("limit", given.limit)
+    if limit is not None and limit > _FLOAT32.max:
+        limit = None  # no float32 reaches it, and PyTorch's clamp refuses it
+    found = Activation(
+        given.function,
+        given.gated,
+        alpha=_number("alpha", given.alpha),
+        limit=limit,
+        offset=_number("offset", given.offset),
+        beta=_number("beta", given.beta),
+        linear_beta=_number("linear_beta", given.linear_beta),
+    )
+    if not given.gated and (given.limit is not None or found.offset or given.function == "situ"):
         checks.fail("activation.gated", False, "True with limit, offset or situ")
-    return given
+    for name, function in _READ_BY.items():
+        value = getattr(found, name)
+        if given.function != function and value != Activation._field_defaults[name]:
+            raise ValueError(f"activation.{name} is {value:g}, but only {function!r} reads it, not {given.function!r}")
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number of Python or NumPy as a float. ValueError if the activation could not be computed with it.
+
+    Kernels are built for these numbers, and compute in float32: there a divisor must not be 0, nor a factor infinite.
+    """
+    number = math.nan
+    is_real = isinstance(value, (int, float)) or isinstance(value, numbers.Real)  # torch.compile knows the first two
+    if is_real and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # of an int
+            number = math.inf
+    if name == "offset":
+        if not abs(number) <= _FLOAT32.max:
+            checks.fail("activation.offset", repr(value), "a number that float32 has")
+    elif name == "limit":
+        if not _FLOAT32.tiny <= number < math.inf:
+            checks.fail("activation.limit", repr(value), f"None, or a number of at least {_FLOAT32.tiny:.3g}")
+    elif not _FLOAT32.tiny <= number <= _FLOAT32.max:
+        allowed = f"a number from {_FLOAT32.tiny:.3g} to {_FLOAT32.max:.3g}, the positive ones of float32"
+        checks.fail(f"activation.{name}", repr(value), allowed)
+    return number
 
 
 def activate(hidden: Tensor, weights: Tensor, activation: Activation) -> Tensor:

@@ -11,6 +11,7 @@ Operands come through the tensor memory accelerator, tile by tile. It reads matr
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -290,15 +291,38 @@ def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDes
 def placed(matrices: Matrices, device: torch.device) -> tuple[Tensor, bool]:
     """Return the addresses of the matrices, int64 on the device, and whether all are multiples of 16 bytes."""
     if isinstance(matrices, Tensor):
-        begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        addresses = torch.arange(begin, begin + len(matrices) * step, step, dtype=torch.int64, device=device)
-        return addresses, not (begin % 16 or step % 16)
-    return _placed(tuple([matrix.data_ptr() for matrix in matrices]), device)
+        step = matrices.stride(0) * matrices.element_size()
+        return _in_steps(matrices.data_ptr(), step, len(matrices), device)
+    addresses = tuple([matrix.data_ptr() for matrix in matrices])
+    found = _placed.get((addresses, device))
+    if found is None:
+        found = _place(addresses, device)
+    return found
 
 
-@functools.lru_cache(4096)
-def _placed(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
-    return torch.tensor(addresses, dtype=torch.int64, device=device), not any(one % 16 for one in addresses)
+_placed: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, bool]] = {}  # tables that were copied to a device
+MOST_PLACED = 4096
+
+
+def _place(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
+    """Make a table of addresses. While a CUDA graph is captured nothing can be copied from the host.
+
+    There gradients are new, and lie side by side in one piece of memory. Their table belongs to the graph, because only
+    its replays write it.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        steps = {after - before for before, after in itertools.pairwise(addresses)} or {16}
+        if len(steps) == 1:
+            return _in_steps(addresses[0], steps.pop(), len(addresses), device)
+    table = torch.tensor(addresses, dtype=torch.int64, device=device)
+    if len(_placed) >= MOST_PLACED:
+        _placed.clear()
+    return _placed.setdefault((addresses, device), (table, not any(one % 16 for one in addresses)))
+
+
+def _in_steps(begin: int, step: int, count: int, device: torch.device) -> tuple[Tensor, bool]:
+    addresses = torch.arange(begin, begin + count * step, step, dtype=torch.int64, device=device)
+    return addresses, not (begin % 16 or step % 16)
 
 
 @triton.jit

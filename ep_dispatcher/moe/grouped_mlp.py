@@ -17,6 +17,7 @@ from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
+from ep_dispatcher.moe.gradients import clear_unused_rows
 from ep_dispatcher.moe.grouped_gemm import Matrices, shape_of
 
 
@@ -48,11 +49,16 @@ class Parameters(NamedTuple):
         return Parameters(*map(of, self))
 
     def empty_like(self) -> Parameters:
-        """Return plain tensors like the parameters. Those of each field lie in one piece of memory."""
+        """Return plain tensors like the parameters, with rows side by side, as kernels write them.
+
+        Those of each field lie in one piece of memory. A parameter itself may have other strides.
+        """
 
         def empty(one: Matrices | None) -> Any:
-            if one is None or isinstance(one, Tensor):
-                return None if one is None else torch.empty_like(one)
+            if one is None:
+                return None
+            if isinstance(one, Tensor):
+                return torch.empty(one.shape, dtype=one.dtype, device=one.device)
             like = one[0]  # may be quantised
             return list(torch.empty(len(one), *like.shape, dtype=like.dtype, device=like.device).unbind(0))
 
@@ -290,6 +296,7 @@ class _GroupedMlp(torch.autograd.Function):
             kept = Kept(*saved[num_fields * i : num_fields * (i + 1)])
             wants_rows = ctx.needs_input_grad[2 + _PER_SET * i]
             grads, *of_inputs = grads_of_rows(grad_out.contiguous(), kept, mlp, parameters, wants_rows)
+            clear_unused_rows(kept.ends, *of_inputs)
             sets.append((kept, grads))
             grads_given += [*of_inputs, None, None, None]
         wanted = any(ctx.needs_input_grad[2 + _PER_SET * num_sets + 1 :])

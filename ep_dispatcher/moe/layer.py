@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,15 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ep_dispatcher import checks
+from ep_dispatcher.argument_types import ActivationName, QuantizeBlocks
 from ep_dispatcher.autograd import check_buffer, combine, dispatch
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.moe import activation as activations
-from ep_dispatcher.moe.mlp import moe_mlp
+from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.gradients import scale_gradient
+from ep_dispatcher.moe.mlp import checked_options, moe_mlp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 Device = torch.device | str | int | None
 Dtype = torch.dtype | None
@@ -35,20 +40,24 @@ class MoELayer(nn.Module):
                   num_topk largest of softmax(rows @ weight.T), divided by their sum, computed in float32
     experts       a module or function: out.x, out.tokens_per_expert of ep.dispatch -> results of the rows, before they
                   are weighted. None: those of ep.moe_mlp
-    device, dtype of new parameters, as for torch.nn.Linear. Without autocast or FSDP2's policy use the buffer's dtype
-    options       of ep.moe_mlp: activation, max_recv_rows, overlap, num_parts, keep_activated, quantize; with `experts`
-                  only max_recv_rows
+    average_gradients  divide the gradients of the experts by the buffer's ranks, as in ep.moe_mlp. An attribute too:
+                  it can be set later
+    activation, max_recv_rows, overlap, num_parts, keep_activated, quantize  as in ep.moe_mlp; with `experts` only
+                  max_recv_rows
+    device        of new parameters. None: that of a surrounding torch.device, else the buffer's
+    dtype         of new parameters, as for torch.nn.Linear. Weights and biases of experts are cast to the buffer's
+                  dtype in each call if they have another, so they may be float32. FSDP2's policy casts fewer times
 
     ``layer.experts`` has DTensors of all experts, Shard(0) over the buffer's ranks. So fully_shard over the replicas of
     the experts and torch.distributed.checkpoint work, also with another number of ranks. Each parameter of a given
     module becomes one: it begins with a dimension of num_local_experts, and ``forward`` uses its ``to_local()``.
-    The gradient of an expert sums over the tokens of all ranks of the buffer, so divide it by their number where other
-    gradients are means over the ranks (docs/pytorch.md).
+    The gradient of an expert is that of the sum of the ranks' losses. ``fully_shard_experts`` makes it that of their
+    mean, as FSDP2 does for other parameters; with DDP give ``average_gradients=True`` (docs/pytorch.md).
 
     y has the buffer's dtype. Operations of all ranks, their errors and torch.autocast are as in ep.moe_mlp. A copy
     shares the buffer. Pickling is a TypeError: save the state_dict().
 
-    Raises ValueError for arguments that are not allowed.
+    Raises ValueError for arguments that are not allowed, or would have no effect.
     """
 
     def __init__(
@@ -59,30 +68,55 @@ class MoELayer(nn.Module):
         bias: bool = False,
         router: nn.Module | None = None,
         experts: Callable[[Tensor, Tensor], Tensor] | None = None,
+        average_gradients: bool = False,
+        activation: ActivationName | Activation = "swiglu",
+        max_recv_rows: int | None = None,
+        overlap: bool = True,
+        num_parts: int | None = None,
+        keep_activated: bool = True,
+        quantize: QuantizeBlocks | None = None,
         device: Device = None,
         dtype: Dtype = None,
-        **options: Any,
     ):
         super().__init__()
         check_buffer(buffer)
-        allowed = {*(moe_mlp.__kwdefaults__ or {})} - {"b1", "b2"} if experts is None else {"max_recv_rows"}
-        if unknown := {*options} - allowed:
-            checks.fail("options", sorted(unknown), f"{sorted(allowed)}{' with experts' if experts else ''}")
-        if experts is not None and (intermediate is not None or bias):
-            checks.fail("intermediate, bias", f"{intermediate}, {bias} with experts", "None, False with experts")
         checks.boolean("bias", bias)
         for name, part in (("router", router), ("experts", experts)):
             if part is not None and not callable(part):
                 checks.fail(name, type(part).__name__, "a module")
-        self.buffer, self.options = buffer, options
+        if max_recv_rows is not None:
+            max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
+        options = dict(
+            activation=activation,
+            overlap=overlap,
+            num_parts=num_parts,
+            keep_activated=keep_activated,
+            quantize=quantize,
+        )
+        if experts is not None:
+            _refuse_with_experts(intermediate, bias, options)
+            if router is not None and (device is not None or dtype is not None):
+                raise ValueError(
+                    f"device and dtype are {device} and {dtype}, but of new parameters, and with router and experts "
+                    "there are none"
+                )
+        self.buffer, self.max_recv_rows = buffer, max_recv_rows
+        self.average_gradients = checks.boolean("average_gradients", average_gradients)
         self._own_experts = experts is not None
+        if device is None and torch.get_default_device().type == "cpu":
+            device = buffer.engine  # engines have the names of their devices
         self.router = router if router is not None else TopKRouter(buffer, device, dtype)
         if experts is None:
             intermediate = checks.integer("intermediate", intermediate, 1)
+            options["max_recv_rows"] = max_recv_rows
             experts = MLPExperts(buffer, intermediate, bias, options, device, dtype)
         elif isinstance(experts, nn.Module):
             shard_by_expert(experts, buffer)
         self.experts: Callable[..., Tensor] = experts
+
+    if TYPE_CHECKING:  # nn.Module's own takes and returns anything
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def reset_parameters(self) -> None:
         """Draw new values with the methods of this name that the router and the experts have."""
@@ -91,19 +125,100 @@ class MoELayer(nn.Module):
                 part.reset_parameters()  # type: ignore[operator]  # an AttributeError says which module has none
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        """Return y of x's shape and the buffer's dtype, for x [..., hidden] of that dtype: all tokens of this rank.
+
+        This is an operation of all ranks, as ep.moe_mlp is. Under torch.autocast of the buffer's dtype x is cast.
+
+        Raises ValueError before anything is sent if x has another last dimension or dtype, or more than
+        max_tokens_per_rank tokens.
+        """
+        hidden = self.buffer.config.hidden
+        checks.dtensor("x", x)
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] != hidden:
+            given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(f"x is {given}, but must be a tensor [..., {hidden}] of the tokens of this rank")
+        rows = x.reshape(-1, hidden)
         topk_idx, topk_weights = self.router(rows)
         if not self._own_experts:
-            y = self.experts(rows, topk_idx, topk_weights)
+            y = self.experts(rows, topk_idx, topk_weights, self.average_gradients)
         else:
-            out = dispatch(self.buffer, rows, topk_idx, topk_weights, **self.options)
+            out = dispatch(self.buffer, rows, topk_idx, topk_weights, max_recv_rows=self.max_recv_rows)
             assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as rows and topk_weights were given
-            y = self.experts(out.x, out.tokens_per_expert) * out.topk_weights[:, None]
+            y = self._run_own_experts(out.x, out.tokens_per_expert) * out.topk_weights[:, None]
             y = combine(self.buffer, y.to(self.buffer.config.dtype), out.handle)
-        return y.view(x.shape)
+        # No view, as in torch.nn.Linear: FSDP2 would lose the hook of its backward by `y += ...`, where y is a view.
+        return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # noqa: SLF001
+
+    def _run_own_experts(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Run the experts of a user. Their parameters are theirs: divide what comes back to them, and undo that behind.
+
+        The numbers of ranks are powers of two nearly always, and then every bit of the gradient of rows is as before.
+        """
+        if not self.average_gradients:
+            return self.experts(rows, tokens_per_expert)
+        num_ranks = self.buffer.topology.num_ranks
+        return scale_gradient(self.experts(scale_gradient(rows, num_ranks), tokens_per_expert), 1 / num_ranks)
+
+    def fully_shard_experts(
+        self,
+        mesh: DeviceMesh,
+        *,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        ignored_params: set[nn.Parameter] | None = None,
+    ) -> FSDPModule:
+        """Apply ``fully_shard`` to the experts, over their replicas. Return ``layer.experts``.
+
+            mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("replicas", "experts"))
+            layer = ep.MoELayer(ep.Buffer(mesh["experts"], ...), ...)
+            layer.fully_shard_experts(mesh["replicas"])
+            fully_shard(layer.router, mesh=world)       # all other parameters: over all ranks
+            fully_shard(layer, mesh=world)
+
+        mesh        the ranks with the same experts as this one, also if it is alone: a dimension of the mesh that the
+                    buffer was made from, or two for copies of the shards
+        mp_policy   its param_dtype is the buffer's dtype or None. The inputs of the layer's own experts are not cast,
+                    because topk_weights stay float32: give x in the buffer's dtype
+        the others  as in fully_shard. With fewer local experts than shards another dimension is sharded by default
+
+        From here on ``average_gradients`` is True, so that all gradients are those of the mean of the ranks' losses,
+        with any number of replicas and microbatches. No set_gradient_divide_factor is needed. If the ranks' losses are
+        to be summed, set ``layer.average_gradients = False``, and that factor to 1 for experts as for all others.
+
+        Raises ValueError for experts without a module, for another mesh, and for a policy of another dtype.
+        """
+        from ep_dispatcher.moe.fsdp import shard_experts
+
+        if not isinstance(self.experts, nn.Module):
+            raise ValueError("experts is a function, so the layer does not know their parameters: give a module")
+        sharded = shard_experts(
+            self.experts,
+            self.buffer,
+            mesh,
+            keeps_inputs=not self._own_experts,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+        )
+        self.average_gradients = True
+        return sharded
 
     def extra_repr(self) -> str:
-        return repr(self.buffer)
+        return f"{self.buffer!r}, average_gradients={self.average_gradients}"
+
+
+def _refuse_with_experts(intermediate: int | None, bias: bool, options: dict[str, Any]) -> None:
+    """Refuse what only the layer's own experts have."""
+    if intermediate is not None or bias:
+        checks.fail("intermediate, bias", f"{intermediate}, {bias} with experts", "None, False with experts")
+    for name, value in options.items():
+        default = (moe_mlp.__kwdefaults__ or {})[name]
+        if value is not default and value != default:
+            raise ValueError(f"{name} is {value!r}, but has no effect on given experts: leave it at {default!r}")
 
 
 class TopKRouter(nn.Module):
@@ -117,6 +232,10 @@ class TopKRouter(nn.Module):
 
     def reset_parameters(self) -> None:
         fill_normal(self.weight)
+
+    def extra_repr(self) -> str:
+        num_experts, hidden = self.weight.shape
+        return f"hidden={hidden}, num_experts={num_experts}, num_topk={self.num_topk}"
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(rows.device.type, enabled=False):  # in bfloat16 many probabilities would be equal
@@ -132,8 +251,9 @@ class MLPExperts(nn.Module):
         self, buffer: Buffer, intermediate: int, bias: bool, options: dict[str, Any], device: Device, dtype: Dtype
     ):
         super().__init__()
-        self.buffer, self.options = buffer, options
-        hidden, pair = buffer.config.hidden, activations.checked(options.get("activation", "swiglu")).pair
+        self.buffer, self.intermediate = buffer, intermediate
+        self.options = checked_options(buffer, intermediate, options)
+        hidden, pair = buffer.config.hidden, self.options["activation"].pair
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(buffer.num_local_experts, *shape, device=device, dtype=dtype))
@@ -144,14 +264,27 @@ class MLPExperts(nn.Module):
         shard_by_expert(self, buffer)
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        config = self.buffer.config
+        return (
+            f"num_experts={config.num_experts}, num_local_experts={self.buffer.num_local_experts}, "
+            f"hidden={config.hidden}, intermediate={self.intermediate}, bias={self.b1 is not None}, "
+            f"activation={self.options['activation']}"
+        )
+
+    def _as_rows(self, p: Tensor) -> Tensor:
+        """Return the experts of this rank in the dtype of the buffer's rows. Their gradient has the parameter's."""
+        return (p.to_local() if isinstance(p, DTensor) else p).to(self.buffer.config.dtype)
+
     def reset_parameters(self) -> None:
         for p in self.parameters():
             fill_normal(p) if p.ndim == 3 else nn.init.zeros_(p)
 
-    def forward(self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        given: tuple[Any, ...] = (self.w1, self.w2, self.b1, self.b2)
-        w1, w2, b1, b2 = (p.to_local() if isinstance(p, DTensor) else p for p in given)
-        return moe_mlp(self.buffer, rows, topk_idx, topk_weights, w1, w2, b1=b1, b2=b2, **self.options)
+    def forward(self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, average_gradients: bool = False) -> Tensor:
+        w1, w2 = self._as_rows(self.w1), self._as_rows(self.w2)
+        b1, b2 = (None if bias is None else self._as_rows(bias) for bias in (self.b1, self.b2))
+        options = self.options | {"average_gradients": average_gradients}
+        return moe_mlp(self.buffer, rows, topk_idx, topk_weights, w1, w2, b1=b1, b2=b2, **options)
 
 
 def shard_by_expert(experts: nn.Module, buffer: Buffer) -> None:

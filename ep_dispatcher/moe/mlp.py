@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from ep_dispatcher import checks, operation
+from ep_dispatcher.argument_types import ActivationName, QuantizeBlocks
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import DispatchOutput, Handle
@@ -21,7 +19,9 @@ from ep_dispatcher.moe import activation as activations
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe import overlap as overlapping
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.gradients import mean_gradient
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
+from ep_dispatcher.moe.grouped_mm import experts_by_operators, padded, rows_of
 from ep_dispatcher.plain import require_memory
 
 
@@ -35,12 +35,13 @@ def moe_mlp(
     *,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
-    activation: str | Activation = "swiglu",
+    activation: ActivationName | Activation = "swiglu",
     max_recv_rows: int | None = None,
     overlap: bool = True,
     num_parts: int | None = None,
     keep_activated: bool = True,
-    quantize: str | None = None,
+    quantize: QuantizeBlocks | None = None,
+    average_gradients: bool = False,
 ) -> Tensor:
     """Run a layer of experts, each an MLP of two linear layers. Return y [num_tokens, hidden] of the buffer's dtype.
 
@@ -70,6 +71,8 @@ def moe_mlp(
                    (docs/limits.md). Only in bfloat16, and not where something looks at operators, as torch.compile
                    does. Each call quantises the weights. The backward keeps the pairs, and never the results of the
                    activation. On a GPU hidden and intermediate are multiples of 16
+    average_gradients  divide the gradients of weights and biases by the buffer's ranks. They are then those of the mean
+                   of the ranks' losses, as FSDP2 and DDP have it; else those of the sum
 
     Under torch.autocast of the buffer's dtype x, weights and biases are cast in each call, as in ep.dispatch.
     torch.compile keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
@@ -90,9 +93,17 @@ def moe_mlp(
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2, b1=b1, b2=b2)
     act = activations.checked(activation)
+    switches = dict(overlap=overlap, keep_activated=keep_activated, average_gradients=average_gradients)
+    for name, value in switches.items():
+        checks.boolean(name, value)
+    if max_recv_rows is not None:
+        max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
     num_parts = overlapping.num_parts_of(buffer, num_parts)
     config, experts = buffer.config, buffer.num_local_experts
     device = buffer.live_engine().device
+    if average_gradients:  # before autocast: the gradients that the caller gets are divided in their own dtype
+        w1, w2 = mean_gradient(buffer, w1), mean_gradient(buffer, w2)
+        b1, b2 = (None if bias is None else mean_gradient(buffer, bias) for bias in (b1, b2))
     if torch.is_autocast_enabled(device):
         x, w1, w2, b1, b2 = (operation.as_autocast(buffer, t) for t in (x, w1, w2, b1, b2))
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
@@ -103,9 +114,7 @@ def moe_mlp(
     for name, bias, length in (("b1", b1, act.pair * intermediate), ("b2", b2, config.hidden)):
         if bias is not None:
             checks.tensor(name, bias, (config.dtype,), (experts, length), device)
-    if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % grouped_gemm.LINE_BYTES):
-        allowed = f"a multiple of {grouped_gemm.LINE_BYTES // w2.itemsize} with {config.dtype} on a GPU"
-        checks.fail("w2", f"intermediate {intermediate}", allowed)
+    _check_width("w2", intermediate, config.dtype, device)
     refuse_dtensors(w1=w1, w2=w2, b1=b1, b2=b2)
     is_eager = not is_observed((x, topk_idx, topk_weights, w1, w2, b1, b2))
     _check_quantize(quantize, is_eager, config.dtype, device, config.hidden, intermediate)
@@ -122,7 +131,7 @@ def moe_mlp(
             if num_parts > 1:
                 return overlapping.mlp_in_parts(*given, overlap=overlap, quantize=quantize, **options)
             return run_grouped_nodes(*given, num_parts, quantize=quantize, **options)
-    run = partial(_rows_of_experts, w1=w1, w2=w2, b1=b1, b2=b2, **options)
+    run = partial(experts_by_operators, parameters=padded(parameters, act.pair), **options)
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
 
 
@@ -138,6 +147,25 @@ def _check_quantize(
     if dtype != torch.bfloat16 or hidden % line or intermediate % line:
         given = f"{quantize!r} with {dtype}, hidden {hidden}, intermediate {intermediate}"
         checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {grouped_gemm.LINE_BYTES}")
+
+
+def checked_options(buffer: Buffer, intermediate: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of moe_mlp for experts of this width, checked before there is a call."""
+    config, device = buffer.config, buffer.live_engine().device
+    for name in ("overlap", "keep_activated"):
+        checks.boolean(name, options[name])
+    if options["num_parts"] is not None:
+        checks.integer("num_parts", options["num_parts"], 1, 2)
+    _check_quantize(options["quantize"], True, config.dtype, device, config.hidden, intermediate)
+    _check_width("intermediate", intermediate, config.dtype, device)
+    return options | {"activation": activations.checked(options["activation"])}
+
+
+def _check_width(argument: str, intermediate: int, dtype: torch.dtype, device: str) -> None:
+    """Refuse rows that the kernels on GPUs cannot read."""
+    if device == "cuda" and (intermediate == 0 or intermediate * dtype.itemsize % grouped_gemm.LINE_BYTES):
+        allowed = f"a multiple of {grouped_gemm.LINE_BYTES // dtype.itemsize} with {dtype} on a GPU"
+        checks.fail(argument, f"intermediate {intermediate}", allowed)
 
 
 def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | None:
@@ -166,7 +194,7 @@ def run_nodes(
     run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
     handles: list[Handle] | None = None,
     *,
-    quantize: str | None = None,
+    quantize: QuantizeBlocks | None = None,
 ) -> Tensor:
     """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: overlap.py.
 
@@ -204,13 +232,13 @@ def run_grouped_nodes(
     num_parts: int,
     handles: list[Handle] | None = None,
     *,
-    quantize: str | None = None,
+    quantize: QuantizeBlocks | None = None,
     **options: Any,
 ) -> Tensor:
     """``run_nodes`` with grouped_mlp and its options, which writes the gradients of weights once for both parts."""
 
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
-        return grouped_mlp([_rows_of(out) for out in sent], parameters, **options)
+        return grouped_mlp([rows_of(out) for out in sent], parameters, **options)
 
     given = buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts
     return run_nodes(*given, run_experts, handles, quantize=quantize)
@@ -223,80 +251,8 @@ def _has_values(t: Tensor) -> bool:
     return type(t) is Tensor and detect_fake_mode((t,)) is None
 
 
-def _rows_of(out: DispatchOutput) -> tuple[Any, Tensor, Tensor]:
-    """Return rows, or the pair of quantised ones, their weights, and the end of each expert's rows."""
-    assert out.topk_weights is not None  # as topk_weights was given
-    return out.x, out.topk_weights, out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-
-
 def _aligned(argument: str, weight: Tensor) -> Tensor:
     """Return the weight in contiguous memory, at an address that the kernels of grouped GEMMs accept."""
     require_memory(argument, weight)
     weight = weight.contiguous()
     return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
-
-
-def _grouped_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, row_weights: Tensor | None
-) -> Tensor:
-    """Return rows [rows, k] times weight[e].T of each row's expert e, [rows, n]. Rows of no expert are not computed.
-
-    weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows. bias: [experts, n], added in float32,
-    times row_weights if they are given
-    """
-    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # without fullgraph this is no error but a break
-        checks.fail("buffer", f"one of {rows.dtype}", "one of torch.bfloat16 for moe_mlp in a whole graph")
-    if hasattr(F, "grouped_mm"):  # PyTorch 2.10 and newer
-        out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    else:
-        end = ends.tolist()
-        with torch.autocast(rows.device.type, enabled=False):  # it casts rows of another dtype too, unlike grouped_mm's
-            parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
-        out = torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
-    if bias is None:
-        return out
-    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    expert = torch.searchsorted(ends, row, right=True).clamp(max=len(bias) - 1)
-    added = bias.float()[expert] if row_weights is None else bias.float()[expert] * row_weights[:, None]
-    added = torch.where((row < ends[-1])[:, None], added, 0)  # gradients of rows of no expert are undefined
-    return (out.float() + added).to(out.dtype)
-
-
-def _rows_of_experts(
-    out: DispatchOutput,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    activation: Activation,
-    keep_activated: bool,
-) -> Tensor:
-    """Return the results of the experts by row, by PyTorch's grouped GEMMs."""
-    rows, row_weights, ends = _rows_of(out)
-    second = _activated_linear
-    if not keep_activated:
-        second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
-    return second(_grouped_linear(rows, w1, b1, ends, None), row_weights, w2, b2, ends, activation)
-
-
-def _activated_linear(
-    hidden: Tensor, row_weights: Tensor, w2: Tensor, b2: Tensor | None, ends: Tensor, activation: Activation
-) -> Tensor:
-    """Return the results of the experts, from those of their first GEMM."""
-    return _grouped_linear(_WeightedActivation.apply(hidden, row_weights, activation), w2, b2, ends, row_weights)
-
-
-class _WeightedActivation(torch.autograd.Function):
-    """The activation of rows, times their weights, in float32. It saves its arguments only, and nothing in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, row_weights: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(hidden, row_weights)
-        ctx.activation = activation
-        return activations.activate(hidden, row_weights, activation)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, row_weights = ctx.saved_tensors
-        return *activations.activate_grad(grad, hidden, row_weights, ctx.activation), None

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, operation, recompute
+from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Received
@@ -50,8 +51,9 @@ _PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps of a part: thes
 
 def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
     """Return the number of parts of a layer: the number asked for, else 2 where that pays, the same on all ranks."""
-    checks.one_of("num_parts", asked, (1, 2, None))
-    return asked or (1 if _why_one_part(buffer) else 2)
+    if asked is None:
+        return 1 if _why_one_part(buffer) else 2
+    return checks.integer("num_parts", asked, 1, 2)
 
 
 def why_not(buffer: Buffer, num_parts: int | None = None) -> str | None:
@@ -101,7 +103,7 @@ def mlp_in_parts(
     *,
     overlap: bool,
     handles: list[Handle] | None = None,
-    quantize: str | None = None,
+    quantize: QuantizeBlocks | None = None,
     **options: Any,
 ) -> Tensor:
     """``ep.moe_mlp`` in two parts; parameters and options are those of grouped_mlp. The parameters were checked.
@@ -169,7 +171,7 @@ class _MlpInParts(torch.autograd.Function):
                 operations.combine(CombineRequest(rows, plan, None, len(out), "expert"), out, experts_end)
                 saved += [*kept, plan]
         ctx.save_for_backward(*saved, *tensors)
-        ctx.mlp, ctx.overlap, ctx.buffer_id, ctx.note = mlp, overlap, buffer.id, buffer.backward_note
+        ctx.mlp, ctx.overlap, ctx.buffer, ctx.note = mlp, overlap, buffer, buffer.backward_note
         return y
 
     @staticmethod

@@ -1,20 +1,20 @@
 """Says what was found on this machine, what a Buffer will use, and how to get what is missing.
 
-    python -m ep_dispatcher.doctor [--json] [--no-run]       exit code 0: a Buffer can be made here; 1: it cannot
+    python -m ep_dispatcher.doctor [--all] [--json] [--no-run]   exit code 0: a Buffer can be made here; 1: it cannot
 
 It also runs as a file (`python ep_dispatcher/tools/doctor.py`, as `make doctor` does), so that it works even if the
-package cannot be imported. Therefore only probes import what is outside the standard library, and their errors become
-findings.
+package cannot be imported: then ep_dispatcher/_built.py starts it so. Therefore only probes import what is outside the
+standard library, and their errors become findings.
 """
 
 import argparse
 import ctypes
-import importlib.machinery
 import importlib.util
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,13 +26,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1]
+OWN = Path(__file__).resolve().parents[1]  # where the doctor's own files are
+PACKAGE = OWN  # the package to look into
 TORCH_MINIMUM = (2, 9)
 DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED of cuda.h
 TRANSPORTS = ("ibrc", "ucx", "libfabric", "ibdevx")  # of NVSHMEM between hosts
 ROOT = Path("/")  # of /sys and /dev
 
 OK, OPTIONAL, ERROR = "ok", "optional", "error"
+NO_GPUS, NOT_INSTALLED = "none", "not installed"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Finding:
     found: str
     matters: str = ""  # if not ok: the uses that need it
     fix: str = ""  # if not ok: a command, or advice
+    use: str = ""  # the only use that needs it (USES), "" for all
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,28 @@ class Probe:
     state: str  # this and the next two go into the finding if `look` raises
     matters: str
     fix: str
+    use: str = ""
 
     def run(self) -> Finding:
+        fix = self.fix
         try:
-            return Finding(self.what, OK, self.look())
+            return Finding(self.what, OK, self.look(), use=self.use)
         except Unusable as error:
-            found = str(error)
+            found, fix = str(error), error.fix or fix
         except Exception as error:  # of any kind: one broken thing must not end the report
             found = f"{type(error).__name__}: {error}"
-        return Finding(self.what, self.state, found, self.matters, self.fix)
+        return Finding(self.what, self.state, found, self.matters, fix, self.use)
 
 
 class Unusable(Exception):
-    """Raised by a probe if something is missing or does not work. Its text becomes ``Finding.found``."""
+    """Raised by a probe if something is missing or does not work. Its text becomes ``Finding.found``.
+
+    ``fix`` is what to do about it, where that depends on what was found; else it is the probe's.
+    """
+
+    def __init__(self, found: str, fix: str = ""):
+        super().__init__(found)
+        self.fix = fix
 
 
 def _run(*command: str, timeout_s: float = 20.0) -> str:
@@ -81,9 +93,9 @@ def _run(*command: str, timeout_s: float = 20.0) -> str:
 
 def _load(name: str) -> ModuleType:
     """Import one file of this package, without the package itself, which imports PyTorch."""
-    paths = (PACKAGE / f"{name}.py", PACKAGE / name / "__init__.py")
+    paths = (OWN / f"{name}.py", OWN / name / "__init__.py")
     path = next((path for path in paths if path.exists()), paths[0])
-    spec = importlib.util.spec_from_file_location(f"_doctor_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"_doctor_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # for a file, whether it is there or not
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -97,7 +109,16 @@ def installed(*names: str) -> str:
             return f"{name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
             pass
-    raise Unusable("not installed")
+    raise Unusable(NOT_INSTALLED)
+
+
+def find_megatron() -> str:
+    """Return the version of Megatron-core. 0.19 imports Triton and does not require it, nor do PyTorch's CPU wheels."""
+    found = installed("megatron-core")
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+    if numbers >= (0, 19) and not importlib.util.find_spec("triton"):
+        raise Unusable(f"{found}, which cannot be imported without Triton: pip install triton")
+    return found
 
 
 LOAD = """import importlib.util, sys
@@ -120,17 +141,19 @@ finally:
 
 
 def find_package() -> str:
-    return f"{_load('_version').__version__} in {PACKAGE}, with {sys.executable}"
+    hidden = _load("_built").hidden_folders(PACKAGE)
+    instead = f" (it hides {', '.join(map(str, hidden))})" if hidden else ""
+    return f"{_load('_version').__version__} in {PACKAGE}{instead}, with {sys.executable}"
 
 
 def find_module(engine: str) -> str:
     """Load a compiled module in a process of its own: without the package, and at no risk for this process."""
-    name = f"_C_{engine}"
-    paths = [PACKAGE / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
-        others = [other.name for other in PACKAGE.glob(f"{name}.*") if other.suffix != ".pyi"]  # a stub is no module
-        raise Unusable(f"built only for another Python: {', '.join(others)}" if others else "not built")
+    name, built = f"_C_{engine}", _load("_built")
+    try:
+        path = built.find(name, PACKAGE)
+    except built.NotBuilt as missing:
+        fix = how_to_get_cuda() if engine == "cuda" and not missing.hidden else missing.fix
+        raise Unusable(missing.found, "" if engine == "nvshmem" else fix) from missing
     csrc, folders = PACKAGE.parent / "csrc", ["common", engine, *(["cuda"] if engine == "nvshmem" else [])]
     sources = [s for folder in folders for s in (*(csrc / folder).rglob("*.*"), csrc / f"bindings_{folder}.cpp")]
     stale = [s.name for s in sources if s.exists() and s.stat().st_mtime > path.stat().st_mtime]
@@ -163,17 +186,33 @@ def find_gloo() -> str:
 
 
 def find_shared_memory() -> str:
-    """Do as two ranks of one node: one makes a memfd, the other opens it under /proc and reads."""
+    """Do as two ranks of one node: one makes a memfd and passes it through a Unix socket, the other one reads it."""
     fd = os.memfd_create("ep_dispatcher_doctor")
     try:
         os.write(fd, b"seen")
-        path = f"/proc/{os.getpid()}/fd/{fd}"
-        seen = _run(sys.executable, "-c", "import sys; print(open(sys.argv[1], 'rb').read().decode())", path).strip()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # the kernel chooses a name
+            listener.listen()
+            listener.settimeout(30)
+            command = [sys.executable, "-c", READ_MEMORY, bytes(listener.getsockname()).hex()]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as peer:
+                with listener.accept()[0] as connection:
+                    socket.send_fds(connection, [b"m"], [fd])
+                seen = peer.communicate(timeout=30)[0].strip()
     finally:
         os.close(fd)
     if seen != "seen":
-        raise Unusable(f"a peer process read {seen!r} from {path}")
-    return "memfd works, and a peer process opens it through /proc"
+        raise Unusable(f"a peer process was passed a memfd, and read {seen!r}")
+    return "memfd works, and a peer process gets it through a Unix socket"
+
+
+READ_MEMORY = """
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(bytes.fromhex(sys.argv[1]))
+    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    print(os.pread(fds[0], 4, 0).decode())
+"""
 
 
 def find_memory() -> str:
@@ -194,10 +233,6 @@ def find_cores() -> str:
 
 def find_switches() -> str:
     envs, given, wrong = _load("envs"), [], []
-    try:
-        envs.refuse_removed()
-    except ValueError as error:
-        wrong.append(str(error))
     for switch in envs.SWITCHES:
         if os.environ.get(switch.name):
             try:
@@ -231,29 +266,37 @@ def find_compiler() -> str:
 
 
 def find_nvcc() -> str:
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # as setup.py
-    path = first_program("nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes if home))
+    nvcc = _load("tools/nvcc")
+    path = nvcc.find()
+    if path is None:
+        raise Unusable(f"not in {nvcc.PLACES}", nvcc.FIX)
     release = re.search(r"release [\d.]+", _run(path, "--version"))
     return f"{release.group() if release else 'release unknown'}, {path}"
+
+
+def how_to_get_cuda() -> str:
+    """Return how to get the module of the CUDA engine with what is on this machine."""
+    nvcc = _load("tools/nvcc")
+    path = nvcc.find()
+    return f"{BUILD_CUDA}, with {path}" if path else f"{nvcc.FIX}; then {BUILD_CUDA}"
 
 
 def find_gpus() -> str:
     import torch
 
-    from ep_dispatcher import engines
-
+    capability = _load("capability")
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") and "GPU" in _run("nvidia-smi", "-L"):
             raise Unusable("nvidia-smi lists GPUs, but this PyTorch cannot use them")
-        raise Unusable("none")
+        raise Unusable(NO_GPUS)
     devices = range(torch.cuda.device_count())
     capabilities = [torch.cuda.get_device_capability(i) for i in devices]
     names = [
         f"{torch.cuda.get_device_name(i)} (compute capability {'.'.join(map(str, capabilities[i]))})" for i in devices
     ]
     listed = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    if not any(map(engines.runs_on, capabilities)):
-        raise Unusable(f"{listed}: the CUDA engine needs compute capability {engines.CAPABILITIES}")
+    if not any(map(capability.runs_on, capabilities)):
+        raise Unusable(f"{listed}: the CUDA engine needs compute capability {capability.CAPABILITIES}")
     return listed
 
 
@@ -360,15 +403,22 @@ def find_gpudirect() -> str:
 def find_transformer_engine() -> str:
     found, te = installed("transformer-engine"), _load("te_version")
     if te.graphs_lose_gradients():
-        raise Unusable(f"{found}: {te.FAULT}. register() of the Megatron plug-in prevents it")
+        raise Unusable(f"{found}: {te.FAULT}", TE_GRAPHS_FIX)
     return found
 
 
+# Uses that not every machine has: findings about others are printed only on demand.
+BUILDING, GPUS, NVSHMEM = "building from source", "GPUs", "NVSHMEM"
+MEGATRON, MEGATRON_GPUS = "Megatron-core", "Megatron-core on GPUs"
+
 EVERYTHING = "nothing works without it"
+BUILD = "make setup, or pip install -e ."
 ONLY_CUDA = 'only for engine="cuda"'
 ONLY_HOSTS = 'only for engine="cuda" on several hosts with NVSHMEM'
 ONLY_MEGATRON = "only for models of Megatron-core"
-CUDA_FIX = "install the CUDA toolkit (nvcc 12.4 or newer), then EP_DISPATCHER_CUDA=1 make setup"
+BUILD_CUDA = "EP_DISPATCHER_CUDA=1 make setup, or EP_DISPATCHER_CUDA=1 pip install -e . in the sources"
+SUSPENDABLE = f"{ONLY_CUDA}, suspendable"
+GPUS_FIX = "a GPU of compute capability 9.0 or newer, and a PyTorch for CUDA"
 BINDINGS_FIX = "pip install 'cuda-bindings==13.*' (12.* for CUDA 12)"
 NVSHMEM_FIX = "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME; then build again with "
 NVSHMEM_FIX += "EP_DISPATCHER_NVSHMEM=1 pip install --no-build-isolation -e ."
@@ -377,12 +427,15 @@ CARDS_FIX = "InfiniBand or RoCE cards with a link; in a container also their dev
 TRANSPORT_FIX = "as NVSHMEM and RDMA network cards say; unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these"
 GPUDIRECT_FIX = "modprobe nvidia_peermem on the host, or the open kernel modules of the driver, which have dma-buf"
 TE_FIX = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.14' (with CUDA)"
+TE_GRAPHS_FIX = (
+    "none with the Megatron plug-in, whose register() prevents it; elsewhere Transformer Engine 2.14 or newer"
+)
 THREADS_FIX = "export OMP_NUM_THREADS=<cores divided by ranks> (torchrun sets it to 1)"
 PROBES = [
     Probe("ep_dispatcher", find_package, ERROR, EVERYTHING, "pip install ."),
-    Probe("compiled module cpu", partial(find_module, "cpu"), ERROR, EVERYTHING, "make setup (or: pip install .)"),
-    Probe("compiled module cuda", partial(find_module, "cuda"), OPTIONAL, ONLY_CUDA, CUDA_FIX),
-    Probe("compiled module nvshmem", partial(find_module, "nvshmem"), OPTIONAL, ONLY_HOSTS, NVSHMEM_FIX),
+    Probe("compiled module cpu", partial(find_module, "cpu"), ERROR, EVERYTHING, BUILD),
+    Probe("compiled module cuda", partial(find_module, "cuda"), OPTIONAL, ONLY_CUDA, BUILD_CUDA, GPUS),
+    Probe("compiled module nvshmem", partial(find_module, "nvshmem"), OPTIONAL, ONLY_HOSTS, NVSHMEM_FIX, NVSHMEM),
     Probe("Python", lambda: sys.version.split()[0], ERROR, EVERYTHING, "install Python 3.10 or newer"),
     Probe("PyTorch", find_torch, ERROR, EVERYTHING, "pip install 'torch>=2.9'"),
     Probe("gloo", find_gloo, ERROR, "ranks find each other by it", "pip install 'torch>=2.9' (its wheels have gloo)"),
@@ -391,31 +444,52 @@ PROBES = [
     Probe("cores", find_cores, OPTIONAL, "speed: each rank starts as many threads as there are cores", THREADS_FIX),
     Probe("switches", find_switches, ERROR, "what is left at its default", "set or unset them"),
     Probe("unknown switches", find_unknown_switches, OPTIONAL, "they have no effect", "unset them, or correct them"),
-    Probe("C++ compiler", find_compiler, OPTIONAL, "only for building from source", "apt-get install g++"),
-    Probe("nvcc", find_nvcc, OPTIONAL, "only for building the cuda module", CUDA_FIX),
-    Probe("GPUs", find_gpus, OPTIONAL, ONLY_CUDA, "a GPU of compute capability 9.0 or newer, and a PyTorch for CUDA"),
-    Probe("cuda-bindings", partial(installed, "cuda-bindings"), OPTIONAL, f"{ONLY_CUDA}, suspendable", BINDINGS_FIX),
-    Probe("NVLink", find_nvlink, OPTIONAL, f"{ONLY_CUDA} with several ranks", "GPUs joined by NVLink"),
-    Probe("NVSHMEM", find_nvshmem, OPTIONAL, f"{ONLY_HOSTS}: to build and to run its module", NVSHMEM_FIX),
-    Probe("RDMA network cards", find_rdma, OPTIONAL, ONLY_HOSTS, CARDS_FIX),
-    Probe("NVSHMEM transport", find_transport, OPTIONAL, f"{ONLY_HOSTS}: one node does not need it", TRANSPORT_FIX),
-    Probe("GPUDirect RDMA", find_gpudirect, OPTIONAL, f"{ONLY_HOSTS}: cards use the GPUs' memory by it", GPUDIRECT_FIX),
-    Probe("megatron-core", partial(installed, "megatron-core"), OPTIONAL, ONLY_MEGATRON, "pip install megatron-core"),
-    Probe("Transformer Engine", find_transformer_engine, OPTIONAL, f"{ONLY_MEGATRON}, and its layers", TE_FIX),
-    Probe("apex", partial(installed, "apex"), OPTIONAL, f"{ONLY_MEGATRON}, fused layers", "build it from source"),
+    Probe("C++ compiler", find_compiler, OPTIONAL, "only for building from source", "apt-get install g++", BUILDING),
+    Probe("nvcc", find_nvcc, OPTIONAL, "only for building the cuda module", "install the CUDA toolkit", BUILDING),
+    Probe("GPUs", find_gpus, OPTIONAL, ONLY_CUDA, GPUS_FIX, GPUS),
+    Probe("cuda-bindings", partial(installed, "cuda-bindings"), OPTIONAL, SUSPENDABLE, BINDINGS_FIX, GPUS),
+    Probe("NVLink", find_nvlink, OPTIONAL, f"{ONLY_CUDA} with several ranks", "GPUs joined by NVLink", GPUS),
+    Probe("NVSHMEM", find_nvshmem, OPTIONAL, f"{ONLY_HOSTS}: to build and to run its module", NVSHMEM_FIX, NVSHMEM),
+    Probe("RDMA network cards", find_rdma, OPTIONAL, ONLY_HOSTS, CARDS_FIX, NVSHMEM),
+    Probe("NVSHMEM transport", find_transport, OPTIONAL, f"{ONLY_HOSTS}: not on one", TRANSPORT_FIX, NVSHMEM),
+    Probe("GPUDirect RDMA", find_gpudirect, OPTIONAL, f"{ONLY_HOSTS}: for the cards", GPUDIRECT_FIX, NVSHMEM),
+    Probe("megatron-core", find_megatron, OPTIONAL, ONLY_MEGATRON, "pip install 'ep_dispatcher[megatron]'", MEGATRON),
+    Probe(
+        "Transformer Engine",
+        find_transformer_engine,
+        OPTIONAL,
+        f"{ONLY_MEGATRON}, and its layers",
+        TE_FIX,
+        MEGATRON_GPUS,
+    ),
+    Probe(
+        "apex",
+        partial(installed, "apex"),
+        OPTIONAL,
+        f"{ONLY_MEGATRON}, fused layers",
+        "build it from source",
+        MEGATRON_GPUS,
+    ),
 ]
 
 
 def what_is_used() -> dict[str, str]:
     """Return what serves a Buffer with default arguments, by use."""
+    built = _load("_built")
     try:
+        built.find("_C_cpu", PACKAGE)
         from ep_dispatcher import engines, envs
 
         engine, ranks_per_node, wire = engines.choose(envs.engine()), envs.ranks_per_node(), envs.wire()
+    except built.NotBuilt:
+        return {"engine": "none: nothing is built"}
     except Exception as error:  # as for the probes
         return {"engine": f"none: {type(error).__name__}: {error}"}
     node = f"{ranks_per_node} ranks (EP_DISPATCHER_RANKS_PER_NODE)" if ranks_per_node else "the ranks of one host"
-    used = {"engine": engine, "a node is": node}
+    used = {"engine": engine}
+    if engine == "cpu" and (problem := engines.cuda_problem()):
+        used["why not cuda"] = problem
+    used["a node is"] = node
     if engine == "cpu":
         return used | {"inside a node": "shared memory (memfd)", "between nodes": "torch.distributed (gloo)"}
     nvshmem = next(probe for probe in PROBES if probe.what == "compiled module nvshmem").run()
@@ -468,20 +542,39 @@ def run_self_test() -> str:
 SELF_TEST = Probe("self-test", run_self_test, ERROR, EVERYTHING, f"see all of it: python -c '{CALL_SELF_TEST}'")
 
 
+def uses_here(findings: list[Finding]) -> set[str]:
+    """Return the uses that this machine is made for, or that this process asks for; "" for what all need."""
+    of = {finding.what: finding for finding in findings}
+    uses = {""}
+    if of["GPUs"].found != NO_GPUS:
+        uses.add(GPUS)
+    if of["megatron-core"].found != NOT_INSTALLED:
+        uses |= {MEGATRON, MEGATRON_GPUS} if GPUS in uses else {MEGATRON}
+    if of["compiled module nvshmem"].state == OK or os.environ.get("EP_DISPATCHER_WIRE", "").startswith("nvshmem"):
+        uses.add(NVSHMEM)
+    if any(finding.what.startswith("compiled") and finding.state != OK and finding.use in uses for finding in findings):
+        uses.add(BUILDING)
+    return uses
+
+
 def report(run: bool = True) -> dict:
-    """Return {"ok": bool, "findings": [Finding as a dict], "used": {use: what serves it}}. Never raises."""
+    """Find out everything. Never raises. Returns {"ok": bool, "findings": [Finding as a dict], "used": {use: what
+    serves it}, "uses_here": [the uses of findings that matter on this machine]}."""
     findings = [probe.run() for probe in PROBES]
     used = what_is_used()
     ok = all(finding.state != ERROR for finding in findings) and not used["engine"].startswith("none")
     if run and ok:
         findings.append(SELF_TEST.run())
         ok = findings[-1].state == OK
-    return {"ok": ok, "findings": [asdict(finding) for finding in findings], "used": used}
+    here = sorted(uses_here(findings))
+    return {"ok": ok, "findings": [asdict(finding) for finding in findings], "used": used, "uses_here": here}
 
 
-def as_text(result: dict) -> str:
+def as_text(result: dict, everything: bool = False) -> str:
+    """Return the lines to print: without ``everything`` only of what matters on this machine."""
+    shown = [finding for finding in result["findings"] if everything or finding["use"] in result["uses_here"]]
     lines = ["found"]
-    for finding in result["findings"]:
+    for finding in shown:
         mark = {OK: "ok", OPTIONAL: "--", ERROR: "!!"}[finding["state"]]
         lines.append(f"  {mark}  {finding['what']:<23} {finding['found']}")
         lines += [f"{'':31}{label}: {finding[label]}" for label in ("matters", "fix") if finding[label]]
@@ -489,16 +582,21 @@ def as_text(result: dict) -> str:
     for what, by_what in result["used"].items():
         lines.append(f"  {'!!' if by_what.startswith('none') else '  '}  {what:<23} {by_what}")
     verdict = "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines marked !!"
-    return "\n".join([*lines, "", verdict])
+    lines += ["", verdict]
+    left_out = dict.fromkeys(finding["use"] for finding in result["findings"] if finding not in shown)
+    if left_out:
+        lines.append(f"Not shown, as they seem of no use here: {', '.join(left_out)}. --all shows them.")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ep_dispatcher.doctor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="also what seems of no use on this machine")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--no-run", action="store_true", help="do not try a Buffer on one rank")
     args = parser.parse_args(arguments)
     result = report(run=not args.no_run)
-    print(json.dumps(result, indent=2) if args.json else as_text(result))
+    print(json.dumps(result, indent=2) if args.json else as_text(result, args.all))
     return 0 if result["ok"] else 1
 
 

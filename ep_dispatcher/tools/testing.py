@@ -27,6 +27,7 @@ from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 LOOPBACK = "127.0.0.1"
+KILL_S = 30.0  # how long a killed rank may take to end
 GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
 ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
 # The server from which the ranks are forked imports these once. The first custom operator imports torch._dynamo.
@@ -168,7 +169,7 @@ class RankPool:
         return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
     def _main_of(self, rank: int) -> Callable[[int, Connection], None]:
-        """What the process of a rank calls; tests/two_hosts.py moves it to another host first."""
+        """What the process of a rank calls; tests/lib/two_hosts.py moves it to another host first."""
         return rank_main
 
     def run(
@@ -266,8 +267,9 @@ class RankPool:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
-            process.join()
-            process.close()
+            process.join(KILL_S)
+            if not process.is_alive():  # a driver that hangs keeps even a killed process
+                process.close()
         self._store = None
 
     def __enter__(self) -> RankPool:

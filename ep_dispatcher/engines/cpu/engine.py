@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from ep_dispatcher.engines.base import (
 )
 from ep_dispatcher.engines.cpu.rail import Rail, RailLate
 from ep_dispatcher.engines.cpu.waiter import Message
+from ep_dispatcher.engines.descriptors import Descriptors
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.optional import suspension
@@ -32,7 +34,7 @@ from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.engines.trace import Trace
-from ep_dispatcher.errors import PeerTimeoutError, again
+from ep_dispatcher.errors import PeerDataError, PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.plain import plain, require_memory
 
@@ -55,6 +57,7 @@ class _Connections:
 
     def __init__(self) -> None:
         self.c: _C_cpu.Engine | None = None
+        self.descriptors: Descriptors | None = None  # while the buffer is made
         self.rail: Rail | None = None
         self.why = _C_cpu.AbortReason.left
 
@@ -69,11 +72,19 @@ class _Connections:
             self.c.stop()
             self.rail.interrupt()
 
+    def close_descriptors(self) -> None:
+        """Close the descriptor of this rank's memory, and the sockets that have passed it on."""
+        descriptors, self.descriptors = self.descriptors, None
+        if descriptors is not None:
+            descriptors.close()
+        if self.c is not None:
+            self.c.close_fd()
+
     def free(self) -> None:
         """Abort, and free memory and connections, even if an exception keeps the objects alive."""
         self.abort()
+        self.close_descriptors()
         if self.c is not None:
-            self.c.close_fd()
             self.c.close()
 
 
@@ -94,28 +105,35 @@ class CpuEngine(Engine):
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
         self._trace = Trace(topology.rank) if envs.trace() else None
         self._connections = _Connections()
-        self.health = Health(self._connections.abort)
+        self.health = Health(self._connections.abort, config.timeout_s)
         self._masks = Masks(self.health)
         self._c: _C_cpu.Engine
         self._rail: Rail
         store = OwnKeys(config.store)
         self._rail_store = store  # compiled code calls it later, and keeps no reference
 
-        def create() -> tuple[int, int]:
+        def create() -> None:
             self._c = self._connections.c = _C_cpu.Engine(c, config.buffer_id)
-            return os.getpid(), self._c.fd()
+            secret = f"ep_dispatcher/{config.buffer_id}/{topology.node_ranks[0]}"
+            self._connections.descriptors = Descriptors(secret, topology.rank, topology.node_ranks)
 
         def attach() -> None:
-            pids, fds = zip(*(addresses[r] for r in topology.node_ranks))
-            self._c.attach(pids, fds)
+            descriptors = self._connections.descriptors
+            assert descriptors is not None  # since `create`
+            of_ranks = descriptors.exchange([self._c.fd()], config.timeout_s)
+            try:
+                self._c.attach(descriptors.pids, [fds[0] if fds else -1 for fds in of_ranks])
+            finally:
+                for fd in itertools.chain.from_iterable(of_ranks):
+                    os.close(fd)
 
         def connect() -> None:
             self._rail = self._connections.rail = Rail(store, topology.rail, topology.node, config.timeout_s)
 
         try:
-            addresses = config.gather("memory", create)
-            config.gather("memory of the other ranks", attach)
-            self._c.close_fd()  # all peers have attached
+            config.gather("memory", create)
+            config.gather("memory of the other ranks", attach, waits_for_peers=True)
+            self._connections.close_descriptors()  # all peers have attached
             if topology.num_nodes > 1:
                 config.gather("connections between nodes", connect, waits_for_peers=True)
                 if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0"):  # else gloo connects at the first send
@@ -189,7 +207,7 @@ class CpuEngine(Engine):
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, request.layout)
         plan = torch.empty(elements, dtype=torch.int32, device="cpu")
-        c.start_plan(plan.data_ptr())
+        c.start_plan(plan.data_ptr(), elements)
         step("send lists")
         pending = self._exchange("lists between nodes", _LISTS, c.incoming_lists, c.outgoing_lists, is_list=True)
         return plan, counted_rows, pending
@@ -395,6 +413,9 @@ class CpuEngine(Engine):
                     # Data that this rank has read may have been overwritten meanwhile.
                     self._connections.why, waited_s = _C_cpu.AbortReason.waited, time.monotonic() - begin
                     raise self._masks.end(name, epoch, masked.phase, self._topology.rank, waited_s)() from masked
+                except _C_cpu.BadPeerData as bad:
+                    facts = bad.rank, bad.field, bad.found, bad.least, bad.most
+                    raise PeerDataError(name, epoch, self._topology.rank, *facts) from None
                 except (_C_cpu.PeerLate, RailLate) as late:
                     cached = " with a handle" * (name == "dispatch" and plan is not None)
                     raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late

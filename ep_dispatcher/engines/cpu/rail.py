@@ -19,6 +19,7 @@ from ep_dispatcher.threads import StoreHangs, in_thread
 
 _LOOK_S = 0.02  # how often a waiting rank checks for an interrupt
 _SPIN_S = 0.0002  # then another thread waits
+_STUCK_S = 5.0  # after the deadline of a message: gloo does not keep its limit
 _ROOM = 32 * 1024  # bytes that a socket takes before its receiver reads
 _NOTHING = b"\xff" * 8  # in a receiver's memory until a message begins to arrive; no message begins with it
 _NO_TAG = 2**31 - 1  # no message has this tag
@@ -128,6 +129,8 @@ class Rail:
         while not message.done(_LOOK_S):
             if self._interrupted:
                 raise Interrupted
+            if time.monotonic() > message.deadline + _STUCK_S:
+                raise RailLate(message.phase, self.ranks[message.node])
         if message.error is not None:
             if not is_peer_failure(message.error):
                 raise message.error

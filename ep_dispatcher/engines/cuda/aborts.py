@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -50,9 +51,11 @@ class Aborts:
                     self._copy(flag + 8, late + 8, rest, stream)
                 self._copy(flag, late, 8, stream)  # last: it says that the others are there
 
-    def wait(self) -> None:
-        """Wait until the last abort is written."""
-        self._stream.synchronize()
+    def wait(self, limit_s: float = 1.0) -> None:
+        """Wait until the last abort is written, but not for ever: the memory of a rank may be gone."""
+        end = time.monotonic() + limit_s
+        while not self._stream.query() and time.monotonic() < end:
+            time.sleep(1e-3)
 
 
 def rank_set(ranks: Iterable[int], num_words: int) -> list[int]:

@@ -25,7 +25,7 @@ from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.launch import Launches
 from ep_dispatcher.engines.cuda.nccl import NcclRail
 from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of, wire_of
-from ep_dispatcher.engines.cuda.streams import SLICE_S, StreamEvent
+from ep_dispatcher.engines.cuda.streams import SLICE_S, StreamEvent, free_when_idle, wait_for_device
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health, watch
 from ep_dispatcher.engines.optional import suspension
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
 _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
+ABORT_S = 2.0  # how long a failed attempt to make a buffer waits for the GPU; aborted kernels end within milliseconds
 _stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write their memory
 
 
@@ -61,9 +62,11 @@ def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
 
 def _abort(aborts: Aborts, rail: NcclRail | None) -> None:
     """Abort this rank, and then NCCL's kernels, so that none of this rank's kernels takes what has not arrived."""
-    aborts.run()
-    if rail is not None:
-        rail.free(aborts.wait)
+    try:
+        aborts.run()
+    finally:  # after a sticky error of CUDA the copies of an abort fail
+        if rail is not None:
+            rail.free(aborts.wait)
 
 
 class CudaEngine(Launches):
@@ -105,7 +108,7 @@ class CudaEngine(Launches):
             begin = compiled.reported_message_rows_offset(c)
             rows = self._report[begin : begin + compiled.message_rows_bytes]
             self._reported_message_rows = rows.view(torch.int32)
-            torch.cuda.synchronize(self._device)
+            wait_for_device(self._device, config.timeout_s)
 
         def attach() -> list[bool]:
             self._regions.attach()
@@ -139,8 +142,6 @@ class CudaEngine(Launches):
                 timeout_s=config.timeout_s,
                 num_sms=max(self._sms.values()),
             )
-            if (gb_per_s := envs.wire_gbps()) and topology.num_nodes > 1 and compiled is _C_cuda and wire != "nccl":
-                self._c.pace_wire(gb_per_s * 1e9)
             if self._rail is not None:
                 self._rail.serve(self._c)
             few, many = self._sms["expert"], self._sms["decode"]
@@ -159,10 +160,12 @@ class CudaEngine(Launches):
             num_hosts = len({config.hosts[rank] for rank in topology.node_ranks})
             if num_hosts > 1:
                 self.summary += f", NVLink between {num_hosts} hosts of a node"
+            elif len({gpus[rank] for rank in topology.node_ranks}) > 1:
+                self.summary += ", NVLink within a node"
             if config.why_hosts:
                 self.summary += f", nodes are hosts, not NVLink domains ({config.why_hosts})"
             self._aborts.named = partial(_late_ranks, self._c)
-            self.health = Health(partial(_abort, self._aborts, self._rail))
+            self.health = Health(partial(_abort, self._aborts, self._rail), config.timeout_s)
             self._masks = Masks(self.health)
             self._reports = KernelReports(
                 self._c, config, self.health, self._masks if config.mask_late_ranks else None, wire == "nccl"
@@ -180,12 +183,20 @@ class CudaEngine(Launches):
             try:
                 if is_attached:  # the other ranks may have the buffer already: they must learn that this one left
                     _abort(self._aborts, rail_of_nccl)
-                    torch.cuda.synchronize(self._device)
             finally:
-                for name in ("_c", "_aborts", "_state", "health", "_reports", "_rail"):
-                    self.__dict__.pop(name, None)
                 regions = self.__dict__.pop("_regions")
-                regions.free(is_sound=False) if is_attached else regions.abandon()
+                names = ("_c", "_aborts", "_state", "health", "_reports", "_rail")
+                kept = [self.__dict__.pop(name, None) for name in names]
+
+                def free() -> None:
+                    kept.clear()
+                    regions.free(is_sound=False)
+
+                if is_attached:  # a kernel may still use the memory: that of NCCL's first message, for example
+                    free_when_idle(self._device, free, ABORT_S)
+                else:
+                    kept.clear()
+                    regions.abandon()
             raise
 
     def _native_config(self, compiled: ModuleType) -> Any:
@@ -200,8 +211,6 @@ class CudaEngine(Launches):
 
     def _share_sms(self, wire: str, sharing: int) -> dict[str, int]:
         """Choose the multiprocessors. Return the number that serve the wire, by layout. ``sharing``: its ranks."""
-        if (gb_per_s := envs.wire_gbps()) and not _C_cuda.has_pace:
-            checks.fail("EP_DISPATCHER_WIRE_GBPS", gb_per_s, "unset, or a build with EP_DISPATCHER_PACE=1")
         self.all_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # Kernels wait for messages, so NCCL has to find room beside them, and so has the kernel between two messages.
         kept = self._config.nccl_sms + 1 if wire == "nccl" else 0
@@ -215,6 +224,7 @@ class CudaEngine(Launches):
     def counters(self) -> dict[str, list[int]]:
         """Return Buffer.counters(). The host waits for the device."""
         self.join()
+        self._wait(torch.cuda.current_stream(self._device))
         return self._read_state(self._state.cpu())[1]
 
     def _read_state(self, state: Tensor) -> tuple[int, Counters]:
@@ -252,10 +262,10 @@ class CudaEngine(Launches):
             shape = (compiled.stamped_launches, compiled.stamped_operations, *of_one)
             self._stamps = torch.zeros(shape, dtype=torch.int64, device=self._device)
             self._c.stamp_into(self._stamps.data_ptr(), self.all_sms)
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device, self._start_limit_s)
         found = self._stamps.to("cpu", copy=True)
         self._stamps.zero_()
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device, self._start_limit_s)
         return found
 
     @property
@@ -282,13 +292,13 @@ class CudaEngine(Launches):
         compiled, state = self._compiled, self._state
 
         def settle() -> int:
-            torch.cuda.synchronize(self._device)
+            wait_for_device(self._device, self._start_limit_s)
             try:
                 self._reports.raise_found(ends=False)
             except PeerTimeoutError:
                 if not self._masks.is_out:
                     raise
-            torch.cuda.synchronize(self._device)  # for copies of an abort
+            wait_for_device(self._device, self._start_limit_s)  # for copies of an abort
             return self._read_state(state.cpu())[0]
 
         def reset(epoch: int) -> None:
@@ -302,7 +312,7 @@ class CudaEngine(Launches):
             state[compiled.epoch_offset : compiled.epoch_offset + 8].view(torch.int64).fill_(epoch)
             self._report.zero_()
             self._unreceived = None
-            torch.cuda.synchronize(self._device)
+            wait_for_device(self._device, self._start_limit_s)
 
         self._masks.unmask(meet, settle, reset)
 
@@ -312,7 +322,7 @@ class CudaEngine(Launches):
         def settle() -> None:
             """Wait for all operations, also in replays of graphs, and raise their errors."""
             self.synchronize()
-            torch.cuda.synchronize(self._device)
+            wait_for_device(self._device, self._start_limit_s)
             self._reports.raise_found(ends=False)
             if self._c.has_captured_messages() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
                 given = "a suspend after a CUDA graph over the NCCL wire was captured: NCCL keeps memory for it"
@@ -341,11 +351,12 @@ class CudaEngine(Launches):
         """Make kernels of this rank end at once, or (0) run again. Peers are not signalled."""
         offset = self._compiled.state_aborted_offset
         self._state[offset : offset + 4].view(torch.int32).fill_(value)
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device, self._start_limit_s)
 
     def destroy(self) -> None:
         """Wait for all operations, raise their errors, and free.
 
+        The wait includes all other work on the GPU. If that does not end in time, the memory is freed when it does.
         Abort the operations instead if the calling thread is not the one that made the buffer, or if a thread is inside
         an operation. So a watchdog can free a rank that hangs.
         """
@@ -355,7 +366,8 @@ class CudaEngine(Launches):
             elif not self.health.ended:
                 if self._stream is not None:
                     self._wait(self._stream)
-                torch.cuda.synchronize(self._device)  # for replays of graphs: their streams are not known here
+                # For replays of graphs: their streams are not known here.
+                wait_for_device(self._device, self._start_limit_s)
                 self._write_traces()
                 self._reports.raise_found(ends=False)
                 self._is_sound = self._unreceived is None
@@ -368,7 +380,10 @@ class CudaEngine(Launches):
         if self._stuck is not None and not self._is_idle_within(stuck_kernels.GRACE_S):
             _stuck_engines.append(self)
             return
-        torch.cuda.synchronize(self._device)
+        free_when_idle(self._device, self._free_memory, self._config.timeout_s)
+
+    def _free_memory(self) -> None:
+        """Free what kernels use. None is under way any more."""
         self._aborts.free()
         self._regions.free(self._is_sound)
 

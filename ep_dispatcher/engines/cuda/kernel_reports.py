@@ -16,6 +16,8 @@ from ep_dispatcher.errors import PeerTimeoutError, again
 class KernelReports:
     """Raise what kernels have found: a caller's mistake (ValueError) or a late peer (PeerTimeoutError).
 
+    Numbers of a peer that are out of range are a RuntimeError that names it.
+
         reports.raise_found(ends=True)   # at the start of an operation: a mistake ends the buffer's use
         reports.raise_found(ends=False)  # where all ranks ask before their next operation: the buffer stays usable
 
@@ -65,6 +67,9 @@ class KernelReports:
         self, operation: str, phase: str, epoch: int, waited_for: list[int], waited_s: float, reason: str
     ) -> None:
         rank = self._config.topology.rank
+        if phase in _C_cuda.WRONG_NUMBERS:
+            self._health.end(partial(RuntimeError, _wrong_numbers(operation, phase, epoch, rank, waited_for)))
+            return
         if self._masks is not None and waited_for == [rank]:
             self._masks.end(operation, epoch, phase, rank, waited_s)
             return
@@ -91,3 +96,12 @@ class KernelReports:
             return checks.other_routing(f"topk_idx[{token}, {k}]", value, rows[0][0], (where[0], where[1]))
         field, rank, theirs, others = detail
         return checks.disagreement(_C_cuda.COMPARED[field], rank, theirs, value, others)
+
+
+def _wrong_numbers(operation: str, phase: str, epoch: int, rank: int, sources: list[int]) -> str:
+    """Word the error of a rank that has found numbers of another one, or of its own, that would lead out of memory."""
+    whose = " and ".join(f"rank {source}" for source in sources)
+    return (
+        f"{operation}, epoch {epoch}: rank {rank} has read {phase}, written by {whose}. Something has overwritten "
+        "memory of this buffer, or the ranks run different builds. destroy() this buffer"
+    )

@@ -197,7 +197,7 @@ class Launches(Streams, Engine):
 
         Kernels have a limit of their own. The limit here applies if they cannot start in this stream.
         """
-        end = time.monotonic() + 2 * self._config.timeout_s + 5
+        end = time.monotonic() + self._start_limit_s
         while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
             self.health.raise_if_ended()
             if time.monotonic() > end:
@@ -295,18 +295,32 @@ class Launches(Streams, Engine):
             if torch.cuda.is_current_stream_capturing():
                 given = "a copy of a plan, made by a dispatch without max_recv_rows, while a CUDA graph is captured"
                 checks.fail("handle", given, "max_recv_rows in that dispatch")
+            self._wait(torch.cuda.current_stream(self._device))
             first, num = self._compiled.planned_message_rows_offset // 4, self._reported_message_rows.numel()
             rows = plan[first : first + num].cpu()
         self._used_message_rows = rows  # until the next operation; a hook comes before it
         return rows.data_ptr() if rows[0] else 0
 
+    @property
+    def _start_limit_s(self) -> float:
+        """How long the host waits for this buffer's kernels: they have a limit of their own, once they can start."""
+        return 2 * self._config.timeout_s + 5
+
     def _wait(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not."""
-        begin = time.monotonic()
+        """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not.
+
+        RuntimeError if the stream is busy for so long that it cannot be this buffer's kernels, or if another thread
+        destroys the buffer meanwhile.
+        """
+        begin, limit_s = time.monotonic(), self._start_limit_s
         while not stream.query():
             if self._stuck is not None and self._stuck.found():
                 self._reports.raise_found(ends=True, reason=stuck_kernels.REASON)
+            if self.health.is_stopped:
+                self.health.raise_if_ended()
             waited = time.monotonic() - begin
+            if waited > limit_s:
+                raise RuntimeError(f"the stream was still busy after {waited:.1f} s: what is in it beside this buffer?")
             if waited > 1e-3:  # then a sleep of a tenth of this time adds little
                 time.sleep(min(waited / 10, SLICE_S))
 

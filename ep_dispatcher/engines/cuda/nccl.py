@@ -13,7 +13,7 @@ import torch
 
 from ep_dispatcher import _C_cuda, checks, threads
 from ep_dispatcher.engines.base import EngineConfig
-from ep_dispatcher.gather import GRACE_S, PeersLate
+from ep_dispatcher.gather import PeersLate
 from ep_dispatcher.threads import StoreHangs, in_thread
 
 END_S = 1.0  # how long destroy() waits for NCCL to free a communicator. NCCL waits for graphs that use it
@@ -28,7 +28,9 @@ class NcclRail:
     def __init__(self, config: EngineConfig, gpus: list[str]):
         topology, self._device = config.topology, torch.cuda.current_device()
         self._lock = threading.Lock()
-        self._comm: _C_cuda.NcclComm | None = None
+        # Made before it joins anything, so that free() can give it up at any time.
+        comm = _C_cuda.NcclComm()
+        self._comm: _C_cuda.NcclComm | None = comm
         self.is_sound = False  # all operations are complete: nothing is under way
 
         offers = config.gather("NCCL", lambda: _C_cuda.NcclComm.make_id().hex() if topology.node == 0 else "")
@@ -40,19 +42,20 @@ class NcclRail:
 
         def start() -> None:
             torch.cuda.set_device(self._device)
-            comm_id = bytes.fromhex(offers[topology.rail[0]])
-            self._comm = _C_cuda.NcclComm(comm_id, topology.node, topology.num_nodes, config.nccl_sms)
+            comm.join(bytes.fromhex(offers[topology.rail[0]]), topology.node, topology.num_nodes, config.nccl_sms)
+            comm.connect()
 
         def start_in_thread() -> None:
             try:
-                in_thread(start, config.timeout_s + GRACE_S)
+                in_thread(start, config.timeout_s)  # ranks of other rails wait GRACE_S longer for this one
             except StoreHangs as error:
+                self.free(wait_s=0)  # then the thread ends: soon, or when NCCL lets go of it
                 others = [rank for rank in topology.rail if rank != topology.rank]
                 raise PeersLate(f"NCCL waited {config.timeout_s} s for other ranks", others) from error
 
         try:
             config.gather("NCCL's start", start_in_thread, waits_for_peers=True)
-        except BaseException:  # of any rank: no object has this communicator
+        except BaseException:  # of any rank: no other object has this communicator
             self.free()
             raise
 
@@ -61,8 +64,11 @@ class NcclRail:
         assert self._comm is not None  # free() comes later
         engine.send_by(self._comm)
 
-    def free(self, before: Callable[[], None] = lambda: None) -> None:
-        """Free the communicator, after ``before()``. Unless all is sound, abort it: its kernels end soon."""
+    def free(self, before: Callable[[], None] = lambda: None, wait_s: float = END_S) -> None:
+        """Free the communicator, after ``before()``. Unless all is sound, abort it: its kernels end soon.
+
+        In a thread, for which the caller waits ``wait_s`` at most.
+        """
         with self._lock:
             comm, self._comm = self._comm, None
         if comm is None:
@@ -70,10 +76,12 @@ class NcclRail:
 
         def run() -> None:
             torch.cuda.set_device(self._device)
-            before()
-            comm.free(not self.is_sound)
+            try:
+                before()
+            finally:
+                comm.free(not self.is_sound)
 
-        threads.start(run, "NCCL").join(END_S)
+        threads.start(run, "NCCL").join(wait_s)
 
 
 def version() -> str:

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore
 
 from ep_dispatcher import _C_cuda, checks, envs, nvshmem_library
 from ep_dispatcher.engines.base import EngineConfig
-from ep_dispatcher.engines.optional.descriptors import Descriptors
+from ep_dispatcher.engines.descriptors import Descriptors
 from ep_dispatcher.engines.optional.device_memory import DeviceMemory, close, load_driver, page_bytes
 from ep_dispatcher.engines.optional.fabric_handles import FabricHandles
 from ep_dispatcher.engines.rendezvous import rendezvous
@@ -165,13 +165,12 @@ class SuspendableRegions(PeerRegions):
             self._exchange = FabricHandles(store, self._place, len(self._members), self._handles)
         else:
             secret = f"ep_dispatcher/{self._config.buffer_id}/{self._members[0]}/{self._exchanges}"
-            self._exchange = Descriptors(secret, self._place, len(self._members))
+            self._exchange = Descriptors(secret, self._config.topology.rank, self._members)
 
     def _attach(self, parts: list[tuple[int, int]]) -> None:
         """Map these parts of the other members' regions. All have created theirs."""
         assert self._exchange is not None  # since `_create`
-        with self._naming_members():
-            of_members: list[list[Any]] = self._exchange.exchange(self._handles, self._config.timeout_s)
+        of_members: list[list[Any]] = self._exchange.exchange(self._handles, self._config.timeout_s)
         try:
             for place, handles in enumerate(of_members):
                 for (begin, num_bytes), handle in zip(parts, handles):
@@ -200,7 +199,7 @@ class SuspendableRegions(PeerRegions):
 class NvshmemRegions:
     """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes.
 
-    ``rail`` has the addresses that NVLink reaches; with ``only_puts`` none of a rail peer.
+    ``rail`` has the addresses that NVLink reaches.
 
     The first buffer of a process starts NVSHMEM for its ranks, or joins one that is running; later buffers must have
     the same ranks. Memory of its heap is allocated and freed by all ranks together. So memory of a destroyed buffer is
@@ -210,8 +209,8 @@ class NvshmemRegions:
     wire = "NVSHMEM"
     allocates_together = True
 
-    def __init__(self, config: EngineConfig, only_puts: bool):
-        self._config, self._only_puts = config, only_puts
+    def __init__(self, config: EngineConfig):
+        self._config = config
         self._device = torch.cuda.current_device()
         self._pes: list[int] = []  # by rank
         self._region: SimpleNamespace | None = None
@@ -301,7 +300,7 @@ class NvshmemRegions:
             self.addresses[rank] = region.address if own else address_at(region.address, self._pes[rank])
             if not self.addresses[rank]:
                 raise RuntimeError(f"NVSHMEM does not reach the memory of rank {rank}, which is on this node")
-        self.rail = [0 if self._only_puts else address_at(region.address, self._pes[rank]) for rank in topology.rail]
+        self.rail = [address_at(region.address, self._pes[rank]) for rank in topology.rail]
         self.rail[topology.node] = region.address
 
     def free(self, is_sound: bool) -> None:
@@ -390,4 +389,4 @@ def regions_of(config: EngineConfig, wire: str) -> PeerRegions | NvshmemRegions:
     if config.suspendable:
         given = "True, with the NVSHMEM wire: NVSHMEM cannot map its memory again at the same addresses"
         checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=nccl, or peer where all ranks are on one host")
-    return NvshmemRegions(config, only_puts=wire == "nvshmem-puts")
+    return NvshmemRegions(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +13,13 @@ from torch import Tensor
 
 from ep_dispatcher.engines.base import Combined, Received
 from ep_dispatcher.handle import Event
+from ep_dispatcher.threads import StoreHangs, in_thread
 
 if TYPE_CHECKING:
     from ep_dispatcher.buffer import Buffer
     from ep_dispatcher.engines.cuda.engine import CudaEngine
+
+logger = logging.getLogger(__name__)
 
 # How often a waiting host checks for signals, and for destroy() in another thread.
 SLICE_S = 0.05
@@ -37,6 +42,35 @@ def side_stream(device: int) -> torch.cuda.Stream:
             if _streams[main].cuda_stream not in taken:
                 break
     return _streams[main]
+
+
+def wait_for_device(device: torch.device, limit_s: float) -> None:
+    """Let the host wait until a GPU is idle. RuntimeError after ``limit_s``.
+
+    ``torch.cuda.synchronize`` has no limit. It would wait for ever for a collective of the user's whose peer is gone.
+    """
+    try:
+        in_thread(partial(torch.cuda.synchronize, device), limit_s)
+    except StoreHangs:
+        raise RuntimeError(
+            f"{device} was still busy after {limit_s:.1f} s, with work that is not this buffer's: its own kernels end "
+            "sooner. What else is on the GPU, and does it wait for a rank that is gone?"
+        ) from None
+
+
+def free_when_idle(device: torch.device, free: Callable[[], None], limit_s: float) -> None:
+    """Call ``free`` once a GPU is idle, in a thread. Wait for that ``limit_s`` at most: it may come later."""
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)
+        free()
+
+    try:
+        in_thread(run, limit_s)
+    except StoreHangs:
+        text = "ep_dispatcher: %s was still busy after %.1f s. A buffer's memory there is freed when it is idle"
+        logger.warning(text, device, limit_s)
 
 
 class Streams:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ep_dispatcher.argument_types import EngineName
 from ep_dispatcher.checks import ROW_GRANULARITY, num_scales
 from ep_dispatcher.tools.testing import ROUTINGS, make_hot_routing, make_routing
 
@@ -33,7 +34,7 @@ class Case:
     """One configuration. It becomes one JSON file."""
 
     ranks: int
-    engine: str = "cuda"
+    engine: EngineName = "cuda"
     tokens: int = 4096  # per rank
     hidden: int = 7168
     experts: int = 256  # of all ranks

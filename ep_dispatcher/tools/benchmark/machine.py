@@ -31,8 +31,8 @@ def describe_machine(build: str | None = None) -> dict:
 
     def first_line(*command: str) -> str:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, cwd=package)
-        except OSError:
+            done = subprocess.run(command, capture_output=True, text=True, cwd=package, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
             return "unknown"
         return done.stdout.partition("\n")[0] if done.returncode == 0 else "unknown"
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from ep_dispatcher.tools.benchmark.cases import Case
 from ep_dispatcher.tools.benchmark.ranks import sum_over_ranks
 from ep_dispatcher.tools.benchmark.sides import identity_experts
-from ep_dispatcher.tools.estimate.routing import Sizes
-from ep_dispatcher.tools.estimate.traffic import count
 
 WIRES = ("between nodes", "inside nodes", "local")
 
@@ -24,16 +22,22 @@ def rows_of(case: Case) -> dict[str, list[int]]:
     there it goes once to every rank of that node that has one. "baseline": once to every expert's rank.
     """
     per_node = case.ranks_per_node or case.ranks
-    sizes = Sizes(case.ranks // per_node, per_node, case.tokens, case.hidden, case.experts, case.topk)
-    routing = [case.routing_on_host(rank)[0] for rank in range(case.ranks)]
-    counts = count(sizes, routing)
-    baseline = torch.zeros(len(WIRES), dtype=torch.int64, device="cpu")
-    for rank, topk_idx in enumerate(routing):
-        dst = topk_idx[topk_idx >= 0] // sizes.local_experts
-        other_node = dst // per_node != rank // per_node
-        baseline += torch.stack([other_node.sum(), (~other_node & (dst != rank)).sum(), (dst == rank).sum()])
-    least = [int(rows.sum()) for rows in (counts.nic_out, counts.nvlink_in, counts.own)]
-    return {"least": least, "baseline": baseline.tolist()}
+    num_nodes, num_local_experts = case.ranks // per_node, case.experts // case.ranks
+    least, baseline = (torch.zeros(len(WIRES), dtype=torch.int64, device="cpu") for _ in range(2))
+    for source in range(case.ranks):
+        home, local = divmod(source, per_node)
+        topk_idx = case.routing_on_host(source)[0]
+        dst = topk_idx.div(num_local_experts, rounding_mode="floor")  # -1 stays -1
+        reached = torch.zeros(len(topk_idx), 1 + case.ranks, dtype=torch.bool, device="cpu").scatter_(1, dst + 1, True)
+        reached = reached[:, 1:].view(-1, num_nodes, per_node)
+        of_rank = reached.sum(0)  # [nodes, per_node] tokens of the source for each receiver
+        of_node = reached.any(2).sum(0)  # [nodes] tokens of the source for each node
+        stays = of_rank[:, local].sum()  # the rail peer, or the source itself, reads its own memory
+        least += torch.stack([of_node.sum() - of_node[home], of_rank.sum() - stays, stays])
+        dst = dst[dst >= 0]
+        is_remote = dst // per_node != home
+        baseline += torch.stack([is_remote.sum(), (~is_remote & (dst != source)).sum(), (dst == source).sum()])
+    return {"least": least.tolist(), "baseline": baseline.tolist()}
 
 
 def counted_bytes(buffer, rank: int, call: Callable[[], object]) -> list[int]:

@@ -1,60 +1,20 @@
-"""The command line of the parity tool: those of Megatron's flags that concern an MoE layer, and what will run."""
+"""The command line of the parity tool, and what will run: two dispatchers, and the settings of their layers."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import difflib
 import math
-import types
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from ep_dispatcher.integrations.megatron import arguments as of_dispatcher
 from ep_dispatcher.integrations.megatron.arguments import flag_of
-from ep_dispatcher.tools.benchmark.harness import number
+from ep_dispatcher.tools.parity import dispatchers, flags, plot
+from ep_dispatcher.tools.parity.dispatchers import OURS
+from ep_dispatcher.tools.parity.flags import Others, Refused
 
-# Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as
-# Megatron makes them, so that they fit each version of Megatron.
-PREFIXES = ("moe_", "expert_", "fp8", "fp4", "recompute_", "activation_func_", "glu_", "cuda_graph_")
-FIELDS = {
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "sequence_parallel",
-    "bf16",
-    "fp16",
-    "hidden_size",
-    "ffn_hidden_size",
-    "add_bias_linear",
-    "transformer_impl",
-    "deterministic_mode",
-    "disable_bf16_reduced_precision_matmul",
-    "batch_invariant_mode",
-    "use_te_activation_func",
-    "use_fused_weighted_squared_relu",
-    "use_transformer_engine_op_fuser",
-    "use_grouped_gemm_for_shared_expert",
-}
-# Flags that look like those of an MoE layer, and change nothing in this one. The first three choose the dispatcher.
-WITHOUT_EFFECT = {
-    "--moe-token-dispatcher-type",
-    "--moe-flex-dispatcher-backend",
-    "--moe-enable-deepep",
-    "--moe-deepep-num-sms",
-    "--moe-hybridep-num-sms",
-    "--moe-layer-freq",
-    "--moe-per-layer-logging",
-    "--moe-use-upcycling",
-    "--moe-upcycling-granularity",
-}
-LOOKS_LIKE_MOE = ("--moe-", "--expert-", "--num-experts")
 RECOMPUTE_MODULES = ("moe", "moe_act", "shared_experts")  # those of Megatron's that are inside an MoE layer
 TP = "--tensor-model-parallel-size"
-
-
-class Refused(Exception):
-    """A configuration that cannot be run; the text names the flag."""
 
 
 @dataclass
@@ -63,16 +23,22 @@ class Run:
 
     args: argparse.Namespace  # the flags of this tool
     settings: dict[str, Any]  # of TransformerConfig, except for the dispatcher
-    ours: dict[str, Any]  # fields of this dispatcher for its layer
+    ours: dict[str, Any]  # fields of ep_dispatcher for its layer
     num_ranks: int
     cpu: bool
     transformer_engine: bool
-    unused: list[str]  # flags that were given and do not concern an MoE layer, as shown
-    reference: str = ""  # Megatron's dispatcher to compare with
+    others: Others  # flags that were given, and that no layer is made from
+    tested: str = ""  # the dispatchers, by the names of dispatchers.py
+    reference: str = ""
+    exact: str = ""  # the one of the layers in float32, below that
     tokens: int = 0  # along the sequence, of one rank
     batch: int = 0
     assumed: dict[str, Any] = field(default_factory=dict)  # flags that were not given
     changes: list[str] = field(default_factory=list)  # differences from the given flags, and why
+
+    @property
+    def has_ours(self) -> bool:
+        return OURS in (self.tested, self.reference)
 
 
 def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, transformer_engine: bool) -> Run:
@@ -88,88 +54,23 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
         exit_on_error=False,
         usage="torchrun --nproc-per-node N -m ep_dispatcher.integrations.megatron.parity [flags]",
     )
-    own = parser.add_argument_group("flags of this tool")
-    steps: dict[str, Any] = dict(type=number(int, 0), default=0)
-    own.add_argument("--steps", type=number(int, 1), default=2, help="steps that are compared; default 2")
-    own.add_argument("--timed-steps", **steps | {"default": 5}, help="further steps that are timed; default 5")
-    own.add_argument("--profiled-steps", **steps, help="steps whose time is shown by step of the layer; default 0")
-    own.add_argument("--seed", **steps | {"default": 1234}, help="of weights and tokens; default 1234")
-    own.add_argument("--uneven-tokens", action="store_true", help="another number of tokens on each rank, each step")
-    own.add_argument("--reference", choices=("alltoall", "allgather"), help="what to compare with; default alltoall")
-    own.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
+    names = dispatchers.names()
+    flags.add_own(parser, names)
     of_dispatcher.add_to(parser)
     group = parser.add_argument_group("flags of Megatron, with its meanings; all others are accepted, and named")
-    flags = _flags_of_megatron()
-    for flag, options in flags.items():
+    known = flags.of_megatron()
+    known[dispatchers.BACKEND]["choices"] = [name for name in names if name not in dispatchers.MEGATRONS]
+    for flag, options in known.items():
         group.add_argument(flag, default=argparse.SUPPRESS, **options)
     args, rest = parser.parse_known_args(argv)
-    dests = {options["dest"] for options in flags.values()}
-    settings = {name: value for name, value in vars(args).items() if name in dests}
-    known = [*flags, *(flag_of(name) for name in vars(args))]
-    ours = {n: value for n, value in vars(args).items() if n.startswith(of_dispatcher.PREFIX) and value is not None}
-    run = Run(args, settings, ours, num_ranks, cpu, transformer_engine, _unused(rest, known))
+    fields = {options["dest"] for options in known.values()}
+    settings = {name: value for name, value in vars(args).items() if name in fields}
+    given = {n: value for n, value in vars(args).items() if n.startswith(of_dispatcher.PREFIX) and value is not None}
+    others = flags.sort_others(rest, [*known, *(flag_of(name) for name in vars(args))])
+    check_files(args)
+    run = Run(args, settings, given, num_ranks, cpu, transformer_engine, others)
     _complete(run)
     return run
-
-
-def _flags_of_megatron() -> dict[str, dict[str, Any]]:
-    """Return flag -> arguments of ``add_argument``. Those with values of ``_complete`` are not made from fields."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    fields = {one.name: one for one in dataclasses.fields(TransformerConfig)}
-    sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
-    numbers = [*(f"{name}_size" for name in sizes), "hidden_size", "num_experts", "seq_length", "micro_batch_size"]
-    found: dict[str, dict[str, Any]] = {flag_of(name): dict(dest=name, type=number(int, 1)) for name in numbers}
-    for name in ("swiglu", "squared_relu", "quick_geglu", "no_bias_swiglu_fusion", "no_bias_gelu_fusion"):
-        found[flag_of(name)] = dict(dest=name, action="store_true")
-    for name in {"cuda_graph_scope", "cuda_graph_modules"} & fields.keys():
-        found[flag_of(name)] = dict(dest=name, nargs="*")
-    found["--fp8-param-gather"] = dict(dest="fp8_param", action="store_true")
-    found["--moe-router-load-balancing-type"] = dict(dest="moe_router_load_balancing_type", nargs="+")
-    found["--moe-aux-loss-coeff"] = dict(dest="moe_aux_loss_coeff", nargs="+", type=float)
-    for name, one in fields.items():
-        if flag_of(name) in found or not concerns_moe(name):
-            continue
-        options, flags = _options(one.type), [flag_of(name)]
-        if options == {"type": bool}:
-            options = {"action": "store_false" if one.default is True else "store_true"}
-            flags = [f"--no-{flags[0][2:]}", f"--disable-{flags[0][2:]}"] if one.default is True else flags
-        flags = one.metadata.get("argparse_meta", {}).get("arg_names", flags)
-        if options is not None and not WITHOUT_EFFECT.intersection(flags):
-            found |= {flag: {"dest": name, **options} for flag in flags}
-    return found
-
-
-def concerns_moe(name: str) -> bool:
-    return name in FIELDS or name.startswith(PREFIXES)
-
-
-def _options(annotation: Any) -> dict[str, Any] | None:
-    """Return the options of a flag for a field of this type; None if the type has no flag."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        inner = tuple(one for one in inner if one is not type(None))
-        return _options(inner[0]) if len(inner) == 1 else None
-    if origin is list:
-        of_one = _options(inner[0])
-        return of_one and {**of_one, "nargs": "+"}
-    if origin is Literal:
-        return {"type": type(inner[0]), "choices": inner}
-    return {"type": annotation} if annotation in (bool, int, float, str) else None
-
-
-def _unused(rest: list[str], known: list[str]) -> list[str]:
-    """Return the flags that the parser left over, in order. Raise Refused if one of them is a misspelt MoE flag."""
-    # The first word may be the script's name.
-    flags = dict.fromkeys(word.partition("=")[0] for i, word in enumerate(rest) if i == 0 or word.startswith("--"))
-    shown = []
-    for flag in flags:
-        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        if flag.startswith(LOOKS_LIKE_MOE) and flag not in WITHOUT_EFFECT:
-            raise Refused(f"{flag}: this Megatron has no such flag{hint}")
-        shown.append(flag + hint)
-    return shown
 
 
 # ---- what will run --------------------------------------------------------------------------------------------------
@@ -200,7 +101,7 @@ def _complete(run: Run) -> None:
     if not run.transformer_engine:
         _leave_out_kernels(run, without)
     _recompute(run)
-    _reference(run)
+    _dispatchers(run)
     if run.args.uneven_tokens:
         settings["variable_seq_lengths"] = True
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
@@ -211,6 +112,7 @@ def _complete(run: Run) -> None:
             settings.pop(name, None)
     if "cuda_graph_impl" in settings:
         run.changes.append("--cuda-graph-impl: checked; the layer itself runs without a graph")
+    run.changes += [f"{flag}: the layer runs without, because it needs a whole model" for flag in run.others.not_run]
     settings |= {"num_layers": 1, "num_attention_heads": settings["tensor_model_parallel_size"]}
     settings |= {"perform_initialization": False, "use_cpu_initialization": run.cpu}
 
@@ -308,25 +210,37 @@ def _recompute(run: Run) -> None:
             del settings["recompute_modules"], settings["recompute_granularity"]
 
 
-def _reference(run: Run) -> None:
-    uneven_chunks = run.cpu and run.settings["expert_tensor_parallel_size"] > 1
-    uneven_chunks = uneven_chunks and not run.settings.get("moe_pad_expert_input_to_capacity")
-    run.reference = run.args.reference or ("allgather" if uneven_chunks else "alltoall")
-    allowed = "allgather, as gloo gathers no uneven chunks over the expert tensor group"
-    _demand(not uneven_chunks or run.reference == "allgather", "--reference", "alltoall", allowed)
-    equal = run.args.uneven_tokens and run.reference == "allgather"
-    allowed = "alltoall, as allgather needs equal numbers"
-    _demand(not equal, "--uneven-tokens", "with allgather as the reference", allowed)
-    if uneven_chunks and run.args.reference is None:
-        run.changes.append("the reference is allgather: gloo cannot do what alltoall does over expert tensor groups")
+def _dispatchers(run: Run) -> None:
+    """Choose the two dispatchers. Raise Refused if one of them cannot run."""
+    args, settings = run.args, run.settings
+    is_possible: dict[str, str | None] = dict.fromkeys(dispatchers.MEGATRONS)
+    if run.cpu and settings["expert_tensor_parallel_size"] > 1 and not settings.get("moe_pad_expert_input_to_capacity"):
+        is_possible["alltoall"] = "gloo gathers no uneven chunks over the expert tensor parallel group"
+    if args.uneven_tokens:
+        is_possible["allgather"] = "it needs the same number of tokens on all ranks, not --uneven-tokens"
+    run.tested, run.reference = dispatchers.pair(dispatchers.take_chosen(settings), args.against, is_possible)
+    run.exact = next((name for name in dispatchers.MEGATRONS if is_possible[name] is None), run.reference)
+    for name in (run.tested, run.reference):
+        missing = dispatchers.why_missing(name, run.cpu, bool(settings.get("bf16")))
+        if missing is not None:
+            raise Refused(f"{name} cannot run here: {missing}")
+    if run.ours and not run.has_ours:
+        given = ", ".join(map(flag_of, run.ours))
+        raise Refused(f"{given}: given to compare {run.tested} with {run.reference}, allowed: with {OURS}")
+    if run.reference == "allgather" and args.against is None and is_possible["alltoall"] is not None:
+        run.changes.append(f"compared with allgather, not alltoall: {is_possible['alltoall']}")
 
 
-def reference_settings(run: Run) -> dict[str, Any]:
-    """Return the settings that the reference supports. The others become changes of the run."""
-    settings, lacking = dict(run.settings), ["moe_expert_rank_capacity_factor"]
-    if run.reference == "allgather":
-        lacking.append("moe_shared_expert_overlap")
-    for name in lacking:
-        if settings.pop(name, None):
-            run.changes.append(f"{flag_of(name)}: not in the reference, {run.reference} does not have it")
-    return settings
+def settings_of(run: Run, name: str) -> dict[str, Any]:
+    """Return the fields of the configuration of a layer with this dispatcher."""
+    kept, changes = dispatchers.without_lacking(name, run.settings)
+    run.changes += [text for text in changes if text not in run.changes]
+    return kept | dispatchers.settings_of(name)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raise Refused for files that could not be written after the comparison."""
+    if args.plot is not None:
+        why_not = plot.why_not(args.plot)
+        if why_not is not None:
+            raise Refused(f"--plot {args.plot}: {why_not}")

@@ -1,21 +1,28 @@
-"""Compares this dispatcher with Megatron's own: one MoE layer of your configuration, outputs and every gradient.
+"""Compares two dispatchers of Megatron: one MoE layer of your configuration, its outputs and every gradient.
 
 torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
     --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --expert-model-parallel-size 4 --bf16 ...
 
-Takes the flags of a Megatron training job, and names those that do not concern an MoE layer. Runs on GPUs (NCCL), or
-without any on the CPU (gloo). Both layers get the same weights and the same tokens.
+Takes the flags of a Megatron training job. The dispatcher that they choose is compared with --against; both names are
+in the verdict. To see whether the gradients of DeepEP are right in your layer, say
 
-The arguments --ep-dispatcher-... are for this dispatcher's layer alone.
+    --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep --against alltoall ...
+
+Without such flags ep_dispatcher is compared with alltoall. If ep_dispatcher is neither of the two, Megatron runs as it
+is. Runs on GPUs (NCCL), or without any on the CPU (gloo). Both layers get the same weights and the same tokens.
+
+Flags that do not concern an MoE layer are named. A flag that looks misspelt is refused, and the verdict names those
+that are unknown. The arguments --ep-dispatcher-... are for the layer with ep_dispatcher alone.
 
 The rule: a tensor is the same if its largest difference is at most `limit` times its largest absolute value.
   float32             1e-5
   bfloat16, float16   top-k x expert tensor parallel size + 2 roundings: 2^-8 each in bfloat16, 2^-11 in float16
   FP8, FP4            1/8: rows in another order may share other scales
-Below float32 there is a second rule. Megatron's layer also runs in float32, on the same weights and routing logits.
-The root mean square distance of this dispatcher from that run, over all ranks and steps, must be at most 1.25 times
-that of Megatron's own, plus a quarter of a rounding of the tensor's root mean square. In FP8 and FP4 the distance of
-Megatron's layer without them is shown beside it.
+Below float32 there is a second rule. A layer with alltoall also runs in float32, on the same weights and routing
+logits. One of the two dispatchers is the reference: alltoall or allgather, otherwise the one of --against. The root
+mean square distance of the other one from the float32 run, over all ranks and steps, must be at most 1.25 times that of
+the reference, plus a quarter of a rounding of the tensor's root mean square. In FP8 and FP4 the distance of the
+reference without them is shown beside it.
 
 Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
 exits with 1 for all but 0.)
@@ -34,7 +41,6 @@ import sys
 import time
 import traceback
 import warnings
-import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -44,14 +50,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import engines
-from ep_dispatcher.tools.parity import arguments, report
-from ep_dispatcher.tools.parity.arguments import Refused, Run
+from ep_dispatcher.integrations.megatron import registration
+from ep_dispatcher.tools.parity import arguments, inputs, plot, report
+from ep_dispatcher.tools.parity.arguments import Run
+from ep_dispatcher.tools.parity.dispatchers import OURS
+from ep_dispatcher.tools.parity.flags import Refused
 from ep_dispatcher.tools.parity.profile import Profile, profile_layer
 from ep_dispatcher.tools.parity.profile import table as profile_table
 from ep_dispatcher.tools.parity.report import Part, Row, Seconds
 
-OURS, FLOAT32, UNQUANTISED = "ep_dispatcher", "float32", "without FP8 or FP4"
+FLOAT32, UNQUANTISED = "float32", "without FP8 or FP4"
 say = partial(print, flush=True)
 
 
@@ -65,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         if dist.get_rank() != 0:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
-            code = _compare(_parse(argv))
-        except (Refused, argparse.ArgumentError) as refusal:
+            code = _compare(_agreed_run(argv))
+        except Refused as refusal:
             say(f"refused: {refusal}")
             code = 2
         dist.barrier()  # torchrun stops the others as soon as one exits with an error: first let all print
@@ -99,12 +107,24 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _agreed_run(argv: list[str]) -> Run:
+    """Return what is to run. Raise Refused on all ranks if one of them refuses: a package may be missing on a host."""
+    run, refusal = None, None
+    try:
+        run = _parse(argv)
+    except (Refused, argparse.ArgumentError) as error:
+        refusal = str(error)
+    for text in filter(None, _gather(refusal)):
+        raise Refused(text)
+    assert run is not None
+    return run
+
+
 def _parse(argv: list[str]) -> Run:
     try:
         import megatron.core  # noqa: F401
     except ImportError as error:
-        why = f"Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'"
-        raise Refused(why) from error
+        raise Refused(registration.cannot_import(error)) from error
     gpu = has_te = torch.cuda.is_available()
     if gpu:
         from megatron.core.extensions import transformer_engine
@@ -121,27 +141,34 @@ def _parse(argv: list[str]) -> Run:
 
 
 def _compare(run: Run) -> int:
-    if not run.cpu and "cuda" not in engines.ENGINES:
-        raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
     args = run.args
     with _megatron(run):
         _show_progress("making the layers")
         layers, versions = _make_layers(run), _versions(run)
-        config = layers[OURS].config
+        config = layers[run.tested].config
         say(report.opening(run, config, versions))
-        rows = [Row(name, parts, config) for name, parts in _differences(layers, run).items()]
+        rows = [Row(name, parts, config, run.reference) for name, parts in _differences(layers, run).items()]
         times = {name: _times(layers, run, name) for name in report.TIMED} if args.timed_steps else {}
         profiles = _profiles(layers, run) if args.profiled_steps else {}
-        shown = [_what_ran(layers, run), report.table(rows), report.rule(config, args.steps)]
+        shown = [_what_ran(layers, run), report.table(rows), report.rule(run, config)]
         shown += [report.times_table(times, args.timed_steps)] if times else []
         shown += [profile_table(profiles)] if profiles else []
-        say("\n" + "\n\n".join([*shown, report.verdict(rows)]))
-        if args.out is not None and dist.get_rank() == 0:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            figures = report.figures(run, config, versions, rows, times)
-            figures["profiles"] = {name: dataclasses.asdict(one) for name, one in profiles.items()}
-            args.out.write_text(json.dumps(figures, indent=1) + "\n")
+        say("\n" + "\n\n".join([*shown, report.verdict(run, rows)]))
+        figures = report.figures(run, config, versions, rows, times)
+        figures["profiles"] = {name: dataclasses.asdict(one) for name, one in profiles.items()}
+        if dist.get_rank() == 0:
+            _write(args, figures)
     return 0 if all(row.ok for row in rows) else 1
+
+
+def _write(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    for path in filter(None, (args.out, args.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.plot is not None:
+        plot.draw(figures, args.plot)
+        _show_progress(f"wrote {args.plot}")
 
 
 def _versions(run: Run) -> str:
@@ -154,28 +181,36 @@ def _versions(run: Run) -> str:
 
 def _what_ran(layers: dict[str, Any], run: Run) -> str:
     """Return lines with the classes that have run, as found in the layers."""
+    lines = []
+    for name in (run.reference, run.tested):
+        dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
+        backend = getattr(dispatcher, "_comm_manager", None)  # of Megatron's flex dispatcher
+        inside = "" if backend is None else f" ({type(backend).__name__})"
+        how = ""
+        if name == OURS:
+            inside, how = f" (engine {dispatcher.buffer.engine})", _how_experts_ran(layers[name].experts)
+        lines.append(f"{name:13} ran {type(dispatcher).__name__}{inside} with {kind}{how}")
+    return "\n".join(lines)
+
+
+def _how_experts_ran(module: torch.nn.Module) -> str:
     from ep_dispatcher.integrations.megatron import experts
 
-    lines = []
-    for name in (run.reference, OURS):
-        dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
-        engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
-        grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(layers[name].experts) else ""
-        grouped += ", in FP8" * experts.is_float8(layers[name].experts)
-        lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {kind}{grouped}")
-    return "\n".join(lines)
+    grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(module) else ""
+    return grouped + ", in FP8" * experts.is_float8(module)
 
 
 @contextlib.contextmanager
 def _megatron(run: Run) -> Iterator[None]:
-    """Register this dispatcher and make Megatron's groups, for the time of the comparison."""
+    """Make Megatron's groups for the time of the comparison, and register ep_dispatcher if it is compared."""
     from megatron.core import parallel_state, tensor_parallel
 
     from ep_dispatcher.integrations.megatron import destroy_buffers, register, registration, unregister
 
     registered = registration.active() is not None
-    size = None if registered or run.args.uneven_tokens else run.tokens * run.batch
-    register(max_tokens_per_rank=size)
+    if run.has_ours:
+        size = None if registered or run.args.uneven_tokens else run.tokens * run.batch
+        register(max_tokens_per_rank=size)
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
     parallel_state.initialize_model_parallel(**{f"{name}_size": run.settings[f"{name}_size"] for name in sizes})
     if not run.cpu:
@@ -190,38 +225,35 @@ def _megatron(run: Run) -> Iterator[None]:
 
 
 def _make_layers(run: Run) -> dict[str, Any]:
-    """Make a layer per dispatcher, and below float32 Megatron's in float32. Raise Refused if one of them refuses."""
+    """Make a layer per dispatcher, and below float32 one in float32. Raise Refused if one of them refuses."""
     settings = run.settings
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     settings["params_dtype"] = dtype
-    theirs = arguments.reference_settings(run) | {"moe_token_dispatcher_type": run.reference}
-    ours = settings | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": OURS}
-    wanted = {OURS: ours, run.reference: theirs}
+    wanted = {name: arguments.settings_of(run, name) for name in (run.tested, run.reference)}
     if dtype != torch.float32:
         low = ["bf16", "fp16", "fp8", "fp4", "fp8_recipe", "fp4_recipe", "fp8_param", "fp4_param"]
         low.append("moe_router_padding_for_quantization")
-        plain = {n: v for n, v in theirs.items() if n not in low}
+        plain = {n: v for n, v in arguments.settings_of(run, run.exact).items() if n not in low}
         wanted[FLOAT32] = plain | {"params_dtype": torch.float32}
         if settings.get("fp8") or settings.get("fp4"):
-            wanted[UNQUANTISED] = plain | {n: theirs[n] for n in ("bf16", "fp16") if n in theirs}
+            wanted[UNQUANTISED] = plain | {n: settings[n] for n in ("bf16", "fp16") if n in settings}
     layers, refusal = {}, None
     try:
         for name, one in wanted.items():
-            megatrons = {"ep_dispatcher_experts": "megatron", "ep_dispatcher_overlap": False}
+            megatrons = {"ep_dispatcher_experts": "megatron", "ep_dispatcher_overlap": False}  # read by register()
             layers[name] = _make_layer(one, run.ours if name == OURS else megatrons, run)
     except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
         refusal = f"{_text_of(error)} (the layer with {name})"
     for text in filter(None, _gather(refusal)):
         raise Refused(text)
-    assert type(layers[OURS].token_dispatcher).__name__ == "MoEEPTokenDispatcher"
     reference = layers[run.reference]
-    _set_weights(reference, run.args.seed)
+    inputs.set_weights(reference, run.args.seed)
     values = dict(reference.named_parameters()) | dict(reference.named_buffers())
     for layer in layers.values():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             tensor.detach().copy_(values[name])
     for name in layers.keys() & {FLOAT32, UNQUANTISED}:
-        _follow_routing(reference.router, layers[name].router)
+        inputs.follow_routing(reference.router, layers[name].router)
     return layers
 
 
@@ -252,79 +284,6 @@ def _make_layer(settings: dict[str, Any], ours: dict[str, Any], run: Run):
         layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
     layer.set_layer_number(1)
     return layer if config.use_cpu_initialization else layer.cuda()
-
-
-# ---- weights and tokens ---------------------------------------------------------------------------------------------
-
-# How Megatron's experts number their parameters: of SequentialMLP, and of Transformer Engine's grouped layers.
-_EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-
-
-def _expert_of(layer, name: str) -> int | None:
-    """Return the global number of a parameter's expert; the rank's first one if the parameter holds them all."""
-    if not name.startswith("experts."):
-        return None
-    number = _EXPERT.search(name)
-    return layer.local_expert_indices[int(number[0]) if number else 0]
-
-
-def _generator(*key: Any) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-
-
-@torch.no_grad()
-def _set_weights(layer, seed: int) -> None:
-    """Set normal weights, whose deviation keeps the size of a layer's values. They do not depend on the layout.
-
-    Those of an expert depend on its global number; those that a tensor parallel group divides, on the rank in it.
-    """
-    from megatron.core import parallel_state
-
-    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-        if not tensor.is_floating_point():
-            continue
-        expert, part = _expert_of(layer, name), 0
-        if expert is not None:
-            part = parallel_state.get_expert_tensor_parallel_rank()
-        elif re.search(r"linear_fc1|linear_fc2\.weight", name):
-            part = parallel_state.get_tensor_model_parallel_rank()
-        generator = _generator(seed, _EXPERT.sub("*", name), expert, part)
-        if tensor.dim() > 1:
-            deviation = tensor.shape[-1] ** -0.5
-        elif isinstance(tensor, torch.nn.Parameter):
-            deviation = 0.1
-        else:
-            deviation = 0.01 if name == "router.expert_bias" else 0
-        tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu") * deviation)
-
-
-def _follow_routing(leader, follower) -> None:
-    """Let the follower take the leader's last routing logits: a rounded logit could send a token to other experts."""
-    gating, own_gating = leader.gating, follower.gating
-    last: list[Tensor] = []
-
-    def lead(hidden_states):
-        logits = gating(hidden_states)
-        last[:] = [logits.detach()]
-        return logits
-
-    def follow(hidden_states):
-        logits = own_gating(hidden_states)
-        return last[0].to(logits.dtype) + (logits - logits.detach())  # the leader's value, and the own gradient
-
-    leader.gating, follower.gating = lead, follow
-
-
-def _tokens(run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
-    rank, seed, length = dist.get_rank(), run.args.seed, run.tokens
-    if run.args.uneven_tokens:  # a tensor parallel group shares its sequences
-        generator = _generator(seed, step, "length", rank // run.settings["tensor_model_parallel_size"])
-        length = int(torch.randint(1, length + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
-    shape = (length, run.batch, run.settings["hidden_size"])
-    generators = (_generator(seed, step, what, rank) for what in ("tokens", "grad"))
-    x, grad = (torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators)
-    return x, grad
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
@@ -391,19 +350,20 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
         first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
         _show_progress(f"comparing, step {step + 1} of {run.args.steps}{first}")
         results: dict[str, dict[str, Tensor | None]] = {FLOAT32: {}, UNQUANTISED: {}}
-        x, grad = _tokens(run, step)
-        for name in (run.reference, OURS, *layers.keys() - {run.reference, OURS}):  # float32 follows the reference
+        x, grad = inputs.tokens(run, step)
+        pair = (run.reference, run.tested)
+        for name in (*pair, *layers.keys() - {*pair}):  # float32 follows the reference
             x, grad = _on_device(layers[name], x, grad)
             results[name] = _results(layers[name], x, grad, run.args.seed + step)
-        for name, ours in results[OURS].items():
-            expert = _expert_of(layers[OURS], name)
-            parts = mine.setdefault(name if expert is None else _EXPERT.sub("*", name), [])
+        for name, tested in results[run.tested].items():
+            expert = inputs.expert_of(layers[run.tested], name)
+            parts = mine.setdefault(name if expert is None else inputs.shared_name(name), [])
             where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
-            theirs = results[run.reference][name]
-            if ours is not None and theirs is not None:
+            reference = results[run.reference][name]
+            if tested is not None and reference is not None:
                 others = results[FLOAT32].get(name), results[UNQUANTISED].get(name)
-                parts.append(report.part_of(ours, theirs, *others, where, expert))
-            elif (either := ours if theirs is None else theirs) is not None:
+                parts.append(report.part_of(tested, reference, *others, where, expert))
+            elif (either := tested if reference is None else reference) is not None:
                 parts.append(Part(tuple(either.shape), where, expert))
     everyone = _gather(mine)
     return {name: [part for of_rank in everyone for part in of_rank.get(name, ())] for name in mine}
@@ -412,11 +372,11 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
 def _times(layers: dict[str, Any], run: Run, what: str) -> dict[str, Seconds]:
     """Return medians of steps, each of its slowest rank. The dispatchers take turns, and the first is a warm-up."""
     _show_progress(f"timing {what}, {run.args.timed_steps} steps after a warm-up")
-    seconds: dict[str, list[list[float]]] = {run.reference: [], OURS: []}
+    seconds: dict[str, list[list[float]]] = {run.reference: [], run.tested: []}
     for step in range(run.args.timed_steps + 1):
         for name, of_layer in seconds.items():
             layer = layers[name]
-            x, grad = _on_device(layer, *_tokens(run, run.args.steps + step))
+            x, grad = _on_device(layer, *inputs.tokens(run, run.args.steps + step))
             moments: list[float] = []
             hook = layer.register_forward_hook(lambda *_, m=moments: m.append(time.perf_counter()))
             with _without_experts(layer) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
@@ -437,9 +397,9 @@ def _times(layers: dict[str, Any], run: Run, what: str) -> dict[str, Seconds]:
 def _profiles(layers: dict[str, Any], run: Run) -> dict[str, Profile]:
     """Return the profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
     found = {}
-    for name in (run.reference, OURS):
+    for name in (run.reference, run.tested):
         _show_progress(f"profiling the layer with {name}, {run.args.profiled_steps} steps")
-        x, grad = _on_device(layers[name], *_tokens(run, run.args.steps))
+        x, grad = _on_device(layers[name], *inputs.tokens(run, run.args.steps))
         x.requires_grad_()
         _forward_backward(layers[name], x, grad)
         forward, backward = partial(_forward, layers[name], x), partial(Tensor.backward, gradient=grad)
@@ -449,17 +409,30 @@ def _profiles(layers: dict[str, Any], run: Run) -> dict[str, Profile]:
 
 @contextlib.contextmanager
 def _without_experts(layer) -> Iterator[None]:
-    """Let experts only multiply their rows by the probabilities."""
-    from ep_dispatcher.integrations.megatron.experts import is_grouped  # imports Megatron, which not all have
+    """Let experts only multiply their rows by the probabilities.
 
-    layer.experts.forward = lambda rows, counts, probs, **options: ((rows * probs.unsqueeze(-1)).to(rows.dtype), None)
-    # Every rank says that these experts have changed, and changed back: not between the results.
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            yield
-        finally:
-            del layer.experts.forward
-            is_grouped(layer.experts)
+    The rows arrive as before, also those for experts in grouped GEMMs.
+    """
+    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have
+    from ep_dispatcher.integrations.megatron.deferred import Deferred
+    from ep_dispatcher.integrations.megatron.float8 import Quantized
+
+    def weigh(rows: Tensor, counts: Any, probs: Tensor) -> tuple[Tensor, None]:
+        return (rows * probs.unsqueeze(-1)).to(rows.dtype), None
+
+    def forward(rows: Tensor, counts: Any, probs: Tensor) -> tuple[Tensor, None]:
+        if isinstance(counts, Deferred):
+            return counts.run_megatrons_way(rows, probs, weigh), None
+        if isinstance(counts, Quantized):
+            rows = ep.dequantize(counts.pair(rows))
+        return weigh(rows, counts, probs)
+
+    experts.forwards.add(forward)  # it takes what ours takes, so the layer sees no change
+    layer.experts.forward = forward
+    try:
+        yield
+    finally:
+        del layer.experts.forward
 
 
 def _synchronize(run: Run) -> None:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep_dispatcher.tools.parity.arguments import Run, concerns_moe
+from ep_dispatcher.tools.parity.arguments import Run
+from ep_dispatcher.tools.parity.dispatchers import OURS
+from ep_dispatcher.tools.parity.flags import concerns_moe
 
 LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -27,26 +29,27 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     where: str
     expert: int | None
-    largest: float = 0.0  # of Megatron's absolute values
+    largest: float = 0.0  # of the reference's absolute values
     difference: float = math.inf  # if only one of them has this gradient
-    # Sums: Megatron's values; the distances from float32 of ours, of Megatron's, and of Megatron's unquantised.
+    # Sums: the reference's values; the distances from float32 of what is tested, of the reference, and of the reference
+    # unquantised.
     squares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
 
 def part_of(
-    ours: Tensor, theirs: Tensor, exact: Tensor | None, plain: Tensor | None, where: str, expert: int | None
+    tested: Tensor, reference: Tensor, exact: Tensor | None, plain: Tensor | None, where: str, expert: int | None
 ) -> Part:
     """Compare a tensor. exact: in float32; plain: not quantised, if the others are"""
-    shape = tuple(theirs.shape)
-    if ours.shape != theirs.shape:
+    shape = tuple(reference.shape)
+    if tested.shape != reference.shape:
         return Part(shape, where, expert)
-    ours, theirs = ours.double(), theirs.double()
-    largest, difference = _largest(theirs), _largest(ours - theirs)
+    tested, reference = tested.double(), reference.double()
+    largest, difference = _largest(reference), _largest(tested - reference)
     if exact is None:
         return Part(shape, where, expert, largest, difference)
     exact = exact.double()
     plain = exact if plain is None else plain.double()
-    squares = tuple(float(t.square().sum()) for t in (theirs, ours - exact, theirs - exact, plain - exact))
+    squares = tuple(float(t.square().sum()) for t in (reference, tested - exact, reference - exact, plain - exact))
     return Part(shape, where, expert, largest, difference, squares)
 
 
@@ -63,6 +66,7 @@ class Row:
     name: str
     parts: list[Part]
     config: Any
+    reference: str  # the dispatcher
 
     @property
     def limit(self) -> float:
@@ -82,7 +86,7 @@ class Row:
 
     @property
     def distances(self) -> tuple[float, float, float] | None:
-        """Root mean square distances from float32: ours, Megatron's, and what is allowed. None in float32."""
+        """Root mean square distances from float32: tested, reference, and what is allowed. None in float32."""
         if self.config.params_dtype == torch.float32:
             return None
         near, far = self._distance(1), self._distance(2)
@@ -90,7 +94,7 @@ class Row:
 
     @property
     def unquantised(self) -> float | None:
-        """Megatron's distance from float32 without FP8 and FP4. None if there is nothing to compare it with."""
+        """The reference's distance from float32 without FP8 and FP4. None if there is nothing to compare it with."""
         return None if self.distances is None or not quantises(self.config) else self._distance(3)
 
     @property
@@ -148,9 +152,10 @@ def opening(run: Run, config, versions: str) -> str:
         "Settings that differ from Megatron's defaults: ": settings_of(config),
         "Not given, so chosen here: ": [f"{flag} {value}" for flag, value in run.assumed.items()],
         "Not as given: ": run.changes,
-        "Given, and of no effect here: ": run.unused,
+        "Given, and not of an MoE layer: ": run.others.of_job,
+        "Given, and unknown to this tool and this Megatron, so ignored: ": run.others.unknown,
     }
-    title = f"One MoE layer, Megatron's {run.reference} and ep_dispatcher: {run.num_ranks} rank(s) on {place}, {tokens}"
+    title = f"One MoE layer, {run.tested} against {run.reference}: {run.num_ranks} rank(s) on {place}, {tokens}"
     shown = [wrap(head + ("; " if of is run.changes else ", ").join(of)) for head, of in lists.items() if of]
     return "\n".join([title, versions, "", *shown])
 
@@ -176,7 +181,7 @@ def settings_of(config) -> list[str]:
 def table(rows: list[Row]) -> str:
     """Return a table with a line per tensor; below float32 also the distances from float32."""
     heads = ["tensor", "shape", "largest", "difference", "relative", "limit"]
-    heads += ["from f32", "Megatron's", "allowed", "without FP8", ""]
+    heads += ["from f32", f"{rows[0].reference}'s", "allowed", "without FP8", ""]
     cells = [row.cells() for row in rows]
     empty = {i for i in range(6, 10) if not any(line[i] for line in cells)}
     lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in (heads, *cells)]
@@ -185,9 +190,9 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
-def rule(config, steps: int) -> str:
+def rule(run: Run, config) -> str:
     limit = limit_of(config)
-    text = f"Over all ranks, steps: {steps}. ok: difference <= limit x largest; limit {limit:.1e} ("
+    text = f"Over all ranks, steps: {run.args.steps}. ok: difference <= limit x largest; limit {limit:.1e} ("
     if config.params_dtype == torch.float32:
         return wrap(f"{text}float32, sums in another order).", indent="")
     if limit == LIMIT_QUANTISED:
@@ -195,8 +200,8 @@ def rule(config, steps: int) -> str:
     else:
         text += f"{round(limit / ROUNDING[config.params_dtype])} roundings: top-k x expert tensor parallel size + 2"
     text += (
-        "). And: root mean square distance from a float32 run of Megatron's layer (from f32, as a part of the tensor's "
-        f"own) <= {SLACK} x Megatron's + {SLACK_ROUNDINGS} roundings."
+        f"). And: root mean square distance of {run.tested} from a float32 run with {run.exact} (from f32, as a part "
+        f"of the tensor's own) <= {SLACK} x {run.reference}'s + {SLACK_ROUNDINGS} roundings."
     )
     return wrap(text, indent="")
 
@@ -221,18 +226,36 @@ def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
     for what, of in times.items():
         ms = {name: [f"{1e3 * one:.2f}" for one in seconds] for name, seconds in of.items()}
         shown = [f"{name} {step} ms ({forward}, {host})" for name, (step, forward, host) in ms.items()]
-        theirs, ours = of.values()
+        reference, tested = of.values()
         lines.append(
-            f"  {what:{len(WITHOUT_EXPERTS)}}  {', '.join(shown)}: {theirs.step / ours.step:.2f} times as fast"
+            f"  {what:{len(WITHOUT_EXPERTS)}}  {', '.join(shown)}: {reference.step / tested.step:.2f} times as fast"
         )
     return "\n".join(lines)
 
 
-def verdict(rows: list[Row]) -> str:
+def verdict(run: Run, rows: list[Row]) -> str:
+    """Return the last lines: whether the two are the same, which two, and what was not as given."""
     names = [row.title for row in rows if not row.ok]
-    errors = _errors(rows)
-    said = wrap("DIFFERENT: " + ", ".join(names)) if names else "the same within rounding"
-    return f"{said}\n{wrap(errors)}" if errors else said
+    pair = f"{run.tested} and {run.reference}"
+    lines = [wrap(f"DIFFERENT: {pair}, in {', '.join(names)}") if names else f"the same within rounding: {pair}"]
+    if run.changes:
+        lines.append(f"This is not the layer as given: {len(run.changes)} point(s) above, after 'Not as given'.")
+    if run.others.unknown:
+        lines.append(wrap(f"Flags that were ignored because they are unknown: {', '.join(run.others.unknown)}"))
+    if names:
+        lines.append(_what_next(run, rows))
+    return "\n".join(filter(None, [*lines, wrap(_errors(rows))]))
+
+
+def _what_next(run: Run, rows: list[Row]) -> str:
+    """Say how to find out which of the two is wrong."""
+    farther = [row.distances[0] > row.distances[1] for row in rows if not row.ok and row.distances]
+    if farther and all(farther):
+        return f"{run.tested} is farther from float32 in all of these than {run.reference}."
+    if farther and not any(farther):
+        return f"{run.reference} is farther from float32 in all of these than {run.tested}."
+    third = next(name for name in ("alltoall", "allgather", OURS) if name not in (run.tested, run.reference))
+    return f"Which of them is wrong? Compare each with a third one: --against {third}."
 
 
 def _errors(rows: list[Row]) -> str:
@@ -240,8 +263,9 @@ def _errors(rows: list[Row]) -> str:
     found = []
     for row in rows:
         if row.name in ("output", "input gradient") and row.distances and row.unquantised is not None:
-            ours, theirs, _ = row.distances
-            found.append(f"{row.name} {ours:.2%} (Megatron's {theirs:.2%}, without FP8 or FP4 {row.unquantised:.2%})")
+            tested, reference, _ = row.distances
+            theirs = f"{row.reference}'s {reference:.2%}, without FP8 or FP4 {row.unquantised:.2%}"
+            found.append(f"{row.name} {tested:.2%} ({theirs})")
     return f"Relative error, as the distance from float32: {', '.join(found)}." if found else ""
 
 
@@ -256,12 +280,12 @@ def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, d
 
     tensors = {}
     for row in rows:
-        ours, theirs, _ = map(number, row.distances) if row.distances else (None, None, None)
+        tested, reference, _ = map(number, row.distances) if row.distances else (None, None, None)
         tensors[row.title] = {
             "relative_difference": number(row.relative),
             "limit": row.limit,
-            "distance_from_float32": ours,
-            "reference_distance_from_float32": theirs,
+            "distance_from_float32": tested,
+            "reference_distance_from_float32": reference,
             "unquantised_distance_from_float32": None if row.unquantised is None else number(row.unquantised),
             "ok": row.ok,
         }
@@ -270,11 +294,13 @@ def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, d
         "machine": "CPU" if run.cpu else torch.cuda.get_device_name(),
         "ranks": run.num_ranks,
         "versions": versions,
+        "tested": run.tested,
         "reference": run.reference,
         "settings": settings_of(config),
         "tokens_per_rank": run.tokens * run.batch,
         "uneven_tokens": run.args.uneven_tokens,
         "changes": run.changes,
+        "unknown_flags": run.others.unknown,
         "steps": run.args.steps,
         "timed_steps": run.args.timed_steps,
         "same": all(row.ok for row in rows),
