@@ -1,6 +1,6 @@
 """Times two builds of this package in turn, in one run, to find operations that a change makes slower.
 
-    git worktree add ../old 0.2.0 && (cd ../old && python setup.py build_ext --inplace)
+    git worktree add ../old main~10 && (cd ../old && python setup.py build_ext --inplace)
     python benchmarks/compare_builds.py ../old .             # a rank per GPU, or 4 CPU ranks
     python benchmarks/compare_builds.py ../old . --ranks 4   # on one GPU too, under NVIDIA's MPS (docs/tests.md)
 
@@ -76,8 +76,9 @@ class Build:
         given = dict(ranks=args.ranks, port=port, engine=args.engine, cases=args.cases, sms=args.sms)
         given |= dict(only=args.operations)
         # A rank imports the package from its folder, and finds it there first.
-        environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
-        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        paths = [str(folder.resolve()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} | os.environ
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         code = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r})['work']"
         self.ranks = [
             subprocess.Popen(

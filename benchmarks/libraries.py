@@ -1,7 +1,7 @@
-"""``python benchmarks/libraries.py``: writes the README's table of libraries, and their chart, from one JSON file.
+"""``python benchmarks/libraries.py``: writes the tables of libraries, and their chart, from one JSON file.
 
-benchmarks/results/libraries.json has the medians of one run with all libraries, in microseconds. ``--check`` writes
-nothing, and fails where the README is not made of the file.
+benchmarks/results/libraries.json has the medians of one run with all libraries, in microseconds. docs/performance.md
+gets all of them, the README a choice. ``--check`` writes nothing, and fails where a page is not made of the file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ COLOURS = {
 }
 
 
+# Rows of the README, by tokens: what decides a step, and where another library is faster.
+CHOSEN = {
+    4096: ("dispatch", "dispatch FP8", "combine", "in Megatron: six steps, forward+backward"),
+    8192: ("dispatch", "combine", "in Megatron: six steps, forward+backward"),
+    128: ("dispatch FP8", "dispatch+combine, CUDA graph"),
+    8: ("dispatch FP8", "dispatch+combine, CUDA graph"),
+}
+
+
 def sides_of(result: dict) -> list[str]:
     found = {side for case in result["cases"] for times in case["us"].values() for side in times}
     return [side for side in COLOURS if side in found]
@@ -46,8 +55,22 @@ def table_of(result: dict) -> str:
         for operation, times in case["us"].items():
             rows.append((operation, *(cell(times, side) for side in sides)))
     head = ("operation", *(f"{side} {result['versions'].get(side, '')}".strip() for side in sides))
-    about = f"{result['machine']}, PyTorch {result['torch']}, build {result['build']}, {result['date']}:"
-    return "\n".join([BEGIN, about, "", *harness.table(head, rows), END])
+    return "\n".join([BEGIN, about(result), "", *harness.table(head, rows), END])
+
+
+def chosen_table_of(result: dict) -> str:
+    """Return the rows of CHOSEN with their marks."""
+    sides, rows = sides_of(result), []
+    for case in result["cases"]:
+        for operation in CHOSEN.get(case["tokens"], ()):
+            if operation in case["us"]:
+                size = f"{case['tokens']} x {case['hidden']}"
+                rows.append((size, operation, *(cell(case["us"][operation], side) for side in sides)))
+    return "\n".join([BEGIN, about(result), "", *harness.table(("tokens", "operation", *sides), rows), END])
+
+
+def about(result: dict) -> str:
+    return f"{result['machine']}, PyTorch {result['torch']}, build {result['build']}, {result['date']}:"
 
 
 def title_of(case: dict) -> str:
@@ -90,12 +113,14 @@ def draw(result: dict, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="for all figures")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="for a choice of them")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "libraries.json")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page has other figures")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page has other figures")
     args = parser.parse_args(argv)
     result = json.loads(args.results.read_text())
     failed = replace_part(args.page, table_of(result), args.results, args.check)
+    failed |= replace_part(args.readme, chosen_table_of(result), args.results, args.check)
     if not failed and not args.check:
         draw(result, args.results.with_suffix(".png"))
     return failed

@@ -67,6 +67,15 @@ class Job:
             raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {allowed}")
         return cls(name, variables, words, launcher)
 
+    def environment(self, *folders: Path) -> dict[str, str]:
+        """Return the variables of its processes: this process's, then its own, and the folders to import from.
+
+        As for any script of Python, the folders come before PYTHONPATH. That of the job replaces this process's.
+        """
+        environment = os.environ | self.variables
+        paths = [*map(str, folders), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+        return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
 
 @dataclass
 class Run:
@@ -152,20 +161,19 @@ def run_batch(runs: list[Run], args: argparse.Namespace) -> None:
         folder.rmdir()
 
 
-def start(number: int, run: Run, count: int, folder: Path, args: argparse.Namespace) -> subprocess.Popen:
+def start(number: int, run: Run, count: int, turns: Path, args: argparse.Namespace) -> subprocess.Popen:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     command += ["-m", run.job.launcher] if run.job.launcher else []
-    command += [str(Path(__file__).resolve()), TURN, str(folder.resolve()), str(number), str(count)]
+    command += [str(Path(__file__).resolve()), TURN, str(turns.resolve()), str(number), str(count)]
     command += [str(args.script.resolve()), *args.arguments, *run.job.arguments]
-    path = os.pathsep.join(filter(None, [str(args.script.resolve().parent), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | run.job.variables | {"PYTHONPATH": path}
+    folder = args.script.resolve().parent
     with run.log.open("w") as log:
         return subprocess.Popen(
-            command, env=environment, cwd=args.script.resolve().parent, stdout=log, stderr=subprocess.STDOUT
+            command, env=run.job.environment(folder), cwd=folder, stdout=log, stderr=subprocess.STDOUT
         )
 
 

@@ -5,7 +5,7 @@
         --job 'alltoall: --moe-token-dispatcher-type alltoall' \\
         pretrain_gpt.py --num-layers 2 --expert-model-parallel-size 2 --train-iters 1000 --log-interval 1 ...
 
-The hosts are namespaces (tests/two_hosts.py: needs root and iproute2), with one rank each, and a GPU each. All jobs
+The hosts are namespaces (tests/lib/two_hosts.py: needs root and iproute2), with one rank each, and a GPU each. All jobs
 start together and stay, because a start takes longer than the steps: at each rate every job takes its steps in turn,
 while the others wait before theirs. The first --warmup steps have no limit and are not reported. --train-iters must be
 more than all of them; the jobs are killed at the end. A job is described as for ``megatron_in_turn.py``.
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
         run_script(script, arguments)
         return 0
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from lib.two_hosts import Hosts
     from rates import draw_rates, set_rate
-    from two_hosts import Hosts
 
     from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 
@@ -102,13 +102,14 @@ class Run:
         launcher = ["-m", job.launcher] if job.launcher else []
         command = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "host0", "--master-port", 29500 + number]
         command += [*launcher, __file__, RANK, self._folder, script, *args.arguments, *job.arguments]
-        path = os.pathsep.join([str(script.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = job.environment(script.parent, ROOT)
+        given = {name: environment[name] for name in (*job.variables, "PYTHONPATH")}
         start = f"cd {shlex.quote(str(script.parent))} && exec torchrun --node-rank $NODE_RANK"
         self._processes = [
             hosts.run(
                 host,
                 f"{start} {shlex.join(map(str, command))} > {shlex.quote(str(self._log(host)))} 2>&1",
-                {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": str(host), **job.variables},
+                {"CUDA_VISIBLE_DEVICES": str(host), **given},
             )
             for host in range(2)
         ]

@@ -3,8 +3,7 @@
     python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial nccl
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
-    EP_DISPATCHER_WIRE_GBPS=50 python benchmarks/moe_mlp.py --ranks-per-node 1 \
-        --paths serial parts parts-serial                           # virtual nodes
+    python benchmarks/moe_mlp.py --ranks-per-node 1 --paths serial parts parts-serial       # virtual nodes
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is the time of a path
@@ -16,9 +15,7 @@ fullest part of a rank.
 
 NCCL needs a GPU for each rank. Its splits are fixed: its host knows all counts in advance (all_to_all_layer.py).
 
---ranks-per-node makes virtual nodes. EP_DISPATCHER_WIRE_GBPS=50 gives the peer wire between them the rate of a card of
-400 Gb/s per rank (docs/performance.md). NCCL does not know of virtual nodes: it sends all rows through NVLink, without
-a pace. So compare with it on one node only.
+--ranks-per-node makes virtual nodes. NCCL does not know of them, so compare with it on one node only.
 """
 
 from __future__ import annotations
@@ -60,7 +57,6 @@ class Case(NamedTuple):
     max_tokens: int
     ranks: int
     ranks_per_node: int
-    wire_gbps: float | None  # pace of the wire between nodes; None: no pace, or one node
 
 
 class Measured(NamedTuple):
@@ -103,10 +99,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    paced = args.ranks_per_node < args.ranks and envs.wire() in ("auto", "peer")
-    placed = args.ranks, args.ranks_per_node, envs.wire_gbps() if paced else None
     return [
-        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]), *placed)
+        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]), args.ranks, args.ranks_per_node)
         for sizes in (tuple(map(int, case.split("x"))) for case in args.cases)
         for routing in args.routings
         for sms in args.sms
@@ -206,11 +200,10 @@ def nccl_group() -> dist.ProcessGroup:
 
 
 def nodes(case: Case) -> str:
-    """Return the nodes in words, with the pace of the wire between them."""
+    """Return the nodes in words."""
     if case.ranks == case.ranks_per_node:
         return f"one node of {case.ranks}"
-    pace = "no pace" if case.wire_gbps is None else f"{case.wire_gbps:g} GB/s"
-    return f"{case.ranks // case.ranks_per_node} virtual nodes of {case.ranks_per_node} ({pace})"
+    return f"{case.ranks // case.ranks_per_node} virtual nodes of {case.ranks_per_node}"
 
 
 def lines(case: Case, measured: Measured) -> list[str]:

@@ -28,7 +28,7 @@ def rate(text: str) -> str:
 
 
 def set_rate(hosts, text: str) -> None:
-    """``hosts``: Hosts of tests/two_hosts.py."""
+    """``hosts``: Hosts of tests/lib/two_hosts.py."""
     hosts.limit(None if text == NO_LIMIT else text)
 
 

@@ -1,7 +1,8 @@
-"""``python benchmarks/report.py``: writes the figures of docs/performance.md, and their charts, from the JSON files.
+"""``python benchmarks/report.py``: writes the figures of the benchmark, and their charts, from its JSON files.
 
-``python -m ep_dispatcher.bench`` makes these files. They are in benchmarks/results and its folders. The same files give
-exactly the same text. ``--check`` writes nothing, and fails where the page is not made of the files.
+``python -m ep_dispatcher.bench`` makes these files. They are in benchmarks/results and its folders. RUNS.md there gets
+all figures, docs/performance.md a choice. The same files give exactly the same text. ``--check`` writes nothing, and
+fails where a page is not made of the files.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ ABOUT = {
 }
 IN_MEGATRON = ("six steps, forward", "six steps, forward+backward")
 CASES = "hot_rank: one rank receives four times the mean, or all there is if ranks are fewer."
+# Tokens per rank in the choice: decoding, from latency to bandwidth, training, and long sequences.
+CHOSEN_TOKENS = (128, 512, 1024, 4096, 32768)
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,17 @@ def case_key(run: dict) -> tuple:
     return case.hidden, case.experts, case.topk, case.routing, case.tokens, case.sms, -one_node
 
 
-def write(page: Path, folder: Path, check: bool) -> int:
-    """Rewrite the part between the two marks, and draw its charts; see ``replace_part``."""
+def write(page: Path, runs: Path, folder: Path, check: bool) -> int:
+    """Rewrite the parts between the two marks, and draw their charts; see ``replace_part``.
+
+    ``runs`` gets all figures, ``page`` a choice.
+    """
     groups = load(folder)
-    failed = replace_part(page, part(groups, page.parent), folder, check)
+    failed = replace_part(page, choice([group for group in groups if group.folder == folder]), folder, check)
+    failed |= replace_part(runs, part(groups, runs.parent), folder, check)
     if failed or check:
         return failed
-    print(f"{page}: the part between the marks, from {sum(len(group.runs) for group in groups)} files in {folder}")
+    print(f"{page}, {runs}: from {sum(len(group.runs) for group in groups)} files in {folder}")
     for group in groups:
         engine, torch = group.case.engine, group.machine["torch"]
         title = f"{group.title}: engine {engine}, PyTorch {torch}, {group.machine['date'][:10]}"
@@ -155,6 +162,29 @@ def part(groups: list[Group], root: Path) -> str:
         blocks += [f"![times]({os.path.relpath(group.chart, root)})"]
         missing = dict.fromkeys(note for run in group.runs for note in run["notes"])
         blocks += ["\n".join(["Notes:", "", *(f"- {note}" for note in missing)])] if missing else []
+    return "\n\n".join([*blocks, END])
+
+
+def choice(groups: list[Group]) -> str:
+    """Return a short table of each group, with the marks: the standard case with CHOSEN_TOKENS, or with its own."""
+    blocks = [BEGIN]
+    for group in groups:
+        chosen = [run for run in group.runs if is_standard(Case(**run["case"]), "tokens")]
+        if group.case.engine == "cuda":
+            chosen = [run for run in chosen if run["case"]["tokens"] in CHOSEN_TOKENS]
+        case = Case(**chosen[0]["case"])
+        about = f"{group.title}, build {group.all_of('git_commit')}, {group.machine['date'][:10]}: {group.unit[0]}"
+        about += f", hidden {case.hidden}, top-{case.topk} of {case.experts}, {case.dtype}, {case.layout} layout"
+        rows = []
+        for run in chosen:
+            case = Case(**run["case"])
+            tokens = f"{case.tokens}, 2 virtual nodes" if case.ranks_per_node else str(case.tokens)
+            figures = (run["operations"].get(operation, {}).get(side) for _, side, operation in CHOSEN_COLUMNS)
+            rows.append((tokens, *(_time(f, group) for f in figures)))
+        columns = [i for i, cells in enumerate(zip(*rows)) if any(cells)]  # FP8 has no figures on CPUs
+        titles = ("tokens per rank", *(title for title, _, _ in CHOSEN_COLUMNS))
+        lines = table([titles[i] for i in columns], [[row[i] for i in columns] for row in rows])
+        blocks.append("\n".join([f"{about}:", "", *lines]))
     return "\n\n".join([*blocks, END])
 
 
@@ -207,6 +237,7 @@ CASE_COLUMNS = (
     ("Megatron, all steps", ENGINE, IN_MEGATRON[1]),
     ("its alltoall", MEGATRON, IN_MEGATRON[1]),
 )
+CHOSEN_COLUMNS = [column for column in CASE_COLUMNS if column[1] in (ENGINE, ALL_TO_ALL) and column[2] in OPERATIONS]
 
 
 def _cases(group: Group) -> str:
@@ -233,11 +264,13 @@ def _time(figures: dict | None, group: Group) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the files")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page has other figures")
+    results = ROOT / "benchmarks" / "results"
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="for a choice of figures")
+    parser.add_argument("--runs", type=Path, default=results / "RUNS.md", help="for all figures")
+    parser.add_argument("--results", type=Path, default=results, help="folder of the files")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page has other figures")
     args = parser.parse_args(argv)
-    return write(args.page, args.results, args.check)
+    return write(args.page, args.runs, args.results, args.check)
 
 
 if __name__ == "__main__":

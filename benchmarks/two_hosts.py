@@ -1,6 +1,6 @@
 """python benchmarks/two_hosts.py: times an engine and the all-to-all between two hosts of this machine, by rate.
 
-The hosts are namespaces (tests/two_hosts.py: needs root and iproute2), with one rank each, and with a GPU each for the
+The hosts are namespaces (tests/lib: needs root and iproute2), with one rank each, and with a GPU each for the
 CUDA engine. At every rate the same processes measure both sides. The JSON has the figures of ``ep_dispatcher.bench``,
 and how busy the machine was before. The chart is beside it.
 """
@@ -17,8 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from lib.two_hosts import Hosts, HostsPool  # noqa: E402
 from rates import RATES, draw_rates, rate, set_rate  # noqa: E402
-from two_hosts import Hosts, HostsPool  # noqa: E402
 
 from ep_dispatcher.tools.benchmark import suite  # noqa: E402
 from ep_dispatcher.tools.benchmark.cases import STANDARD  # noqa: E402
