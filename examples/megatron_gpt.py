@@ -22,25 +22,27 @@ import warnings
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_lm.step import learning_rate, make_optimizer, update
+from moe_lm.progress import Progress, is_line_due
+from moe_lm.step import gradient, learning_rate, make_optimizer, update
 from moe_lm.text import RandomWindows, held_out_batches, load_text, to_tensor, unigram_bits
 from torch import Tensor, nn
 
 import ep_dispatcher
 import ep_dispatcher.integrations.megatron as ep_megatron
 
-REPORT_EVERY_S = 5.0
 WARM_UP = 5  # steps that the times leave out, at most half of all
+WARM_UP_LR = 15  # steps in which the learning rate rises, also in a short run: large steps make rounding errors grow
 FIRST_STEPS, FIRST_LIMIT = 5, 1e-5  # relative limit for each of the first losses, before rounding errors grow
 LAST_SHARE, LAST_LIMIT = 0.2, 0.01  # relative limit for the means of the losses of the last 20 % of the steps
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = dict(type=int, help="default: %(default)s")
+    default: dict[str, Any] = dict(type=int, help="default: %(default)s")
     parser.add_argument("--moe-token-dispatcher-type", default="flex", help="default: %(default)s")
     parser.add_argument("--moe-flex-dispatcher-backend", default="ep_dispatcher", help="default: %(default)s")
     parser.add_argument("--num-layers", default=2, **default)
@@ -64,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def make_model(args, dispatcher: dict[str, str]) -> nn.Module:
+def make_model(args, dispatcher: dict[str, Any]) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -98,6 +100,7 @@ def make_model(args, dispatcher: dict[str, str]) -> nn.Module:
         position_embedding_type="rope",
     )
     torch.manual_seed(1000 * args.seed + dist.get_rank() + 1)  # but every rank has experts of its own
+    assert config.init_method is not None  # TransformerConfig has made one
     for parameter in expert_parameters(model):
         config.init_method(parameter.data)
     if args.bf16:
@@ -134,16 +137,18 @@ def reduce_gradients(model: nn.Module, loss: Tensor) -> tuple[float, float]:
     num_ranks, experts = dist.get_world_size(), expert_parameters(model)
     mine = {id(p) for p in experts}
     dense = [p for p in model.parameters() if id(p) not in mine]
-    torch._foreach_div_([p.grad for p in [*dense, *experts]], num_ranks)
-    expert_square = sum((p.grad.float().square().sum() for p in experts), loss.new_zeros((), dtype=torch.float32))
-    bucket = torch.cat([p.grad.float().flatten() for p in dense] + [torch.stack([loss / num_ranks, expert_square])])
+    torch._foreach_div_([gradient(p) for p in [*dense, *experts]], num_ranks)
+    expert_square = sum((gradient(p).float().square().sum() for p in experts), loss.new_zeros((), dtype=torch.float32))
+    bucket = torch.cat(
+        [gradient(p).float().flatten() for p in dense] + [torch.stack([loss / num_ranks, expert_square])]
+    )
     dist.all_reduce(bucket)
     *reduced, figures = bucket.split([p.numel() for p in dense] + [2])
     for parameter, flat in zip(dense, reduced):
-        parameter.grad.copy_(flat.view_as(parameter))
+        gradient(parameter).copy_(flat.view_as(parameter))
     figures[1] += sum(flat.square().sum() for flat in reduced)
-    loss, square = figures.tolist()  # the one time in a step that the host waits for the loss and the gradients
-    return loss, math.sqrt(square)
+    mean_loss, square = figures.tolist()  # the one time in a step that the host waits for the loss and the gradients
+    return mean_loss, math.sqrt(square)
 
 
 @torch.no_grad()
@@ -156,33 +161,36 @@ def held_out_bits(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> flo
     return (total[0] / total[1]).item() / math.log(2)
 
 
-def train(args, models: dict[str, nn.Module], text: Tensor, say) -> tuple[dict[str, list[float]], dict[str, float]]:
+def train(args, models: dict[str, nn.Module], text: Tensor) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Train both models on the same windows, a step of each in turn. Return losses (bits per byte), median step (s)."""
     windows = RandomWindows(text, args.micro_batch_size, args.seq_length, args.seed, dist.get_rank())
     optimizers = {name: make_optimizer(model, weight_decay=0.1) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    say("\n step" + "".join(f"{name:>16}" for name in models) + "      difference   tokens/s        left")
-    started = next_report = time.monotonic()
-    for step in range(1, args.train_iters + 1):
-        inputs, targets = (t.to(device()) for t in windows.next())
-        for name, model in models.items():
-            synchronize()
-            begin = time.monotonic()
-            loss = loss_of(model, inputs, targets)
-            loss.backward()
-            mean, norm = reduce_gradients(model, loss.detach())
-            update(model, optimizers[name], learning_rate(args.lr, step / args.train_iters), norm, max_norm=1.0)
-            losses[name].append(mean / math.log(2))
-            synchronize()
-            seconds[name].append(time.monotonic() - begin)
-        now = time.monotonic()
-        if now >= next_report or step == args.train_iters:
+    warmup_share = min(0.9, max(0.05, WARM_UP_LR / args.train_iters))
+    tokens_per_step = args.micro_batch_size * args.seq_length * dist.get_world_size()
+    with Progress(args.train_iters, tokens_per_step, shows=dist.get_rank() == 0) as progress:
+        for step in range(1, args.train_iters + 1):
+            inputs, targets = (t.to(device()) for t in windows.next())
+            lr = learning_rate(args.lr, step / args.train_iters, warmup_share)
+            for name, model in models.items():
+                synchronize()
+                begin = time.monotonic()
+                loss = loss_of(model, inputs, targets)
+                loss.backward()
+                mean, norm = reduce_gradients(model, loss.detach())
+                update(model, optimizers[name], lr, norm, max_norm=1.0)
+                losses[name].append(mean / math.log(2))
+                synchronize()
+                seconds[name].append(time.monotonic() - begin)
             ours, theirs = (values[-1] for values in losses.values())
-            speed = step * inputs.numel() * dist.get_world_size() / sum(seconds[next(iter(models))])
-            left = (now - started) * (args.train_iters - step) / step
-            say(f"{step:5}{ours:16.5f}{theirs:16.5f}{ours - theirs:16.1e}{speed:11,.0f}{left:10.0f} s")
-            next_report = now + REPORT_EVERY_S
+            of_ours = next(iter(seconds.values()))
+            progress.step(ours, of_ours[-1])
+            if step == 1:
+                progress.say("\n step" + "".join(f"{name:>16}" for name in models) + "      difference   tokens/s")
+            if is_line_due(step, args.train_iters):
+                speed = step * tokens_per_step / sum(of_ours)
+                progress.say(f"{step:5}{ours:16.5f}{theirs:16.5f}{ours - theirs:16.1e}{speed:11,.0f}")
     warm_up = min(WARM_UP, args.train_iters // 2)
     return losses, {name: statistics.median(of_model[warm_up:]) for name, of_model in seconds.items()}
 
@@ -226,7 +234,7 @@ def run(args) -> bool:
     train_bytes, held_out_bytes = load_text()
     unigram = unigram_bits(train_bytes, held_out_bytes)
     say(f"unigram entropy {unigram:.3f} bits per byte of the held-out text")
-    losses, step_seconds = train(args, models, to_tensor(train_bytes), say)
+    losses, step_seconds = train(args, models, to_tensor(train_bytes))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = held_out_batches(to_tensor(held_out_bytes), args.micro_batch_size, args.seq_length, rank, ranks)
     held_out = {key: held_out_bits(model.eval(), batches) for key, model in models.items()}

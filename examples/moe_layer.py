@@ -27,9 +27,7 @@ mesh = init_device_mesh(device, (num_ranks // 2, 2), mesh_dim_names=("replicas",
 buffer = ep.Buffer(mesh["ep"], hidden=64, num_experts=8, num_topk=2, max_tokens_per_rank=96, dtype=torch.float32)
 with torch.device("meta"):
     layer = ep.MoELayer(buffer, intermediate=32)
-fully_shard(layer.experts, mesh=mesh["replicas"])
-layer.experts.set_gradient_divide_factor(num_ranks)  # the sum over mesh["ep"] is there already
-layer.experts.set_force_sum_reduction_for_comms(device == "cpu")  # gloo has no mean
+layer.fully_shard_experts(mesh["replicas"])
 fully_shard(layer, mesh=init_device_mesh(device, (num_ranks,)))
 layer.to_empty(device=device)
 layer.reset_parameters()

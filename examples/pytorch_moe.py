@@ -58,8 +58,16 @@ class Experts(nn.Module):
         self.buffer, self.checkpoints = buffer, checkpoints
 
     def run(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        num_rows = self.buffer.topology.num_ranks * NUM_TOKENS * NUM_TOPK  # of any routing
-        return ep.moe_mlp(self.buffer, x, topk_idx, topk_weights, self.w1, self.w2, max_recv_rows=num_rows)
+        return ep.moe_mlp(
+            self.buffer,
+            x,
+            topk_idx,
+            topk_weights,
+            self.w1,
+            self.w2,
+            max_recv_rows=self.buffer.max_recv_rows(),  # enough for any routing, so all shapes are static
+            average_gradients=True,  # FSDP2 averages over the replicas
+        )
 
     def forward(self, *routed: Tensor) -> Tensor:
         if not self.checkpoints:
@@ -83,9 +91,13 @@ class Block(nn.Module):
 def make_model(buffer: ep.Buffer, *, checkpoints: bool) -> nn.Sequential:
     torch.manual_seed(0)  # dense parameters are the same on all ranks
     num_local = buffer.num_local_experts
-    first = buffer.topology.rank * num_local
+    first = buffer.rank * num_local
     layers = [Block(Experts(buffer, first, num_local, layer, checkpoints)) for layer in range(NUM_LAYERS)]
     return nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN))
+
+
+def blocks_of(model: nn.Sequential) -> list[Block]:
+    return [part for part in model if isinstance(part, Block)]
 
 
 def shard(model: nn.Sequential, world: DeviceMesh, replicas: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -93,11 +105,8 @@ def shard(model: nn.Sequential, world: DeviceMesh, replicas: DeviceMesh, dtype: 
     dense = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # By default FSDP2 casts all floating arguments of a module that it wraps, also topk_weights.
     of_experts = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model[:-1]:
+    for block in blocks_of(model):
         fully_shard(block.experts, mesh=replicas, mp_policy=of_experts)
-        # Their gradients have summed over the tokens of the expert-parallel ranks already.
-        block.experts.set_gradient_divide_factor(world.size())
-        block.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot divide and sum in one operation
         fully_shard(block.router, mesh=world)  # float32
         fully_shard(block, mesh=world, mp_policy=dense)
     fully_shard(model, mesh=world, mp_policy=dense)
@@ -109,7 +118,7 @@ def clip_gradients(model: nn.Module, expert_parallel: DeviceMesh) -> Tensor:
     dense = [p for name, p in model.named_parameters() if ".experts." not in name]
     squares = []
     for params in (dense, experts):
-        norm = nn.utils.get_total_norm([p.grad for p in params])
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2)
     dist.all_reduce(squares[1], group=expert_parallel.get_group())
     total = (squares[0] + squares[1]).sqrt()
@@ -126,20 +135,36 @@ def data(rank: int, step: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    num_steps: int, device: str, *, precision: str, compiles: bool, checkpoints: bool, backend: str = "inductor"
+    num_steps: int,
+    device: str,
+    *,
+    precision: str,
+    compiles: bool,
+    checkpoints: bool,
+    replicas: int | None = None,
+    backend: str = "inductor",
 ) -> list[tuple[float, float]]:
     """Return the loss of this rank and the norm of all gradients, of each step."""
     ranks = dist.get_world_size()
     world = init_device_mesh(device, (ranks,), mesh_dim_names=("world",))
-    replicas = 2 if ranks > 2 else 1
+    if replicas is None:
+        replicas = 2 if ranks > 2 else 1
     mesh = init_device_mesh(device, (replicas, ranks // replicas), mesh_dim_names=("replicas", "experts"))
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    sizes = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=NUM_TOKENS)
-    with ep.Buffer(mesh["experts"], **sizes, dtype=dtype, engine=device) as buffer:
+    with ep.Buffer(
+        mesh["experts"],
+        hidden=HIDDEN,
+        num_experts=NUM_EXPERTS,
+        num_topk=NUM_TOPK,
+        max_tokens_per_rank=NUM_TOKENS,
+        dtype=dtype,
+        engine="cuda" if device == "cuda" else "cpu",
+    ) as buffer:
         model = make_model(buffer, checkpoints=checkpoints).to(device)
         if compiles:
-            for block in model[:-1]:
-                block.experts.forward = torch.compile(block.experts.forward, backend=backend, fullgraph=True)
+            for block in blocks_of(model):
+                experts: Any = block.experts
+                experts.forward = torch.compile(experts.forward, backend=backend, fullgraph=True)
         shard(model, world, mesh["replicas"], torch.bfloat16 if precision == "policy" else None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         seen = []
@@ -156,9 +181,10 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Train an MoE model in plain PyTorch.")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", choices=("policy", "autocast", "float32"), default="policy")
+    parser.add_argument("--replicas", type=int, help="of the experts; the default is 2, with 2 ranks 1")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
@@ -167,7 +193,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     options = dict(precision=args.precision, compiles=args.compile, checkpoints=args.checkpoint)
-    seen = train(args.steps, device, **options)
+    seen = train(args.steps, device, replicas=args.replicas, **options)
     if dist.get_rank() == 0:
         for step, (loss, norm) in enumerate(seen):
             print(f"step {step}: loss {loss:.4f}, norm of the gradients {norm:.3f}", flush=True)

@@ -1,6 +1,6 @@
 """Train a mixture-of-experts language model with expert parallelism, on the GPUs of one machine or on its CPUs.
 
-    python examples/train_moe_lm.py            # three minutes; one rank per GPU, else 4 ranks in 2 virtual nodes
+    python examples/train_moe_lm.py            # two minutes; one rank per GPU, else 4 ranks in 2 virtual nodes
     python examples/train_moe_lm.py --check    # a few steps, compared with a model without dispatcher
     torchrun --nproc-per-node 4 examples/train_moe_lm.py
 
@@ -33,7 +33,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankError, device_of, run_ranks
 
 PROMPT = "The value of "
-NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports late ranks
+NO_LIMIT_S = 7 * 24 * 3600.0  # --steps limits a run; the buffer itself reports late ranks
 
 
 def make_model(args, config: ModelConfig, buffer: ep.Buffer) -> MoELanguageModel:

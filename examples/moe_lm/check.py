@@ -9,6 +9,7 @@ dispatcher's forward and backward, the reduction of gradients, clipping and upda
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_lm.layer import Expert, Router
 from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
-from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradients, update
+from moe_lm.step import backward, gradient, learning_rate, make_optimizer, reduce_gradients, update
 from moe_lm.text import RandomWindows
 
 TOLERANCE = 3e-4  # of a tensor's largest entry; measured: 1e-5 to 2.2e-5 (default model, 10 to 16 steps, 3 seeds)
@@ -57,19 +58,22 @@ def largest(values: Iterable[float]) -> float:
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
-def all_gradients(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return every parameter's gradient by name on rank 0, with those of experts on other ranks; None elsewhere."""
-    mine = {name: p.grad.cpu() for name, p in model.named_parameters() if is_expert(name) or dist.get_rank() == 0}
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+def all_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter's gradient by name on rank 0, with those of experts on other ranks; nothing elsewhere."""
+    mine = {name: gradient(p).cpu() for name, p in model.named_parameters() if is_expert(name) or dist.get_rank() == 0}
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered)
-    return {name: grad for part in gathered for name, grad in part.items()} if gathered else None
+    return {name: grad for part in gathered or [] for name, grad in part.items()}
 
 
-def dense_backward(model: nn.Module, batches, balance_coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
+def dense_backward(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]], balance_coefficient: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of the mean over the batches; return (mean loss, mean balance loss, tokens per expert)."""
-    losses, balance_losses, counts = zip(*(backward(model, *batch, balance_coefficient) for batch in batches))
+    done = [backward(model, inputs, targets, balance_coefficient) for inputs, targets in batches]
+    losses, balance_losses, counts = zip(*done)
     for p in model.parameters():
-        p.grad.div_(len(batches))
+        gradient(p).div_(len(batches))
     return torch.stack(losses).mean(), torch.stack(balance_losses).mean(), torch.stack(counts).sum(0)
 
 
@@ -81,9 +85,9 @@ def check(args, config: ModelConfig, model: nn.Module, text: Tensor) -> bool:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     windows = [RandomWindows(text, args.batch, config.seq_len, config.seed, r) for r in range(num_ranks)]
     optimizer = make_optimizer(model, args.weight_decay)
+    dense = MoELanguageModel(config, lambda layer: DenseMoELayer(config, layer)).to(text.device)  # rank 0 trains it
+    dense_optimizer = make_optimizer(dense, args.weight_decay)
     if rank == 0:
-        dense = MoELanguageModel(config, lambda layer: DenseMoELayer(config, layer)).to(text.device)
-        dense_optimizer = make_optimizer(dense, args.weight_decay)
         print(f"Expert parallel over {num_ranks} ranks against one rank without dispatcher, float32.")
         print("Differences are relative to the largest entry of each tensor; the largest of all tensors is shown.")
         print(HEADER)
@@ -91,14 +95,14 @@ def check(args, config: ModelConfig, model: nn.Module, text: Tensor) -> bool:
     for step in range(args.steps):
         batches = [w.next() for w in windows]
         lr = learning_rate(args.lr, (step + 1) / args.steps)
-        result = reduce_gradients(model, *backward(model, *batches[rank], args.balance), clock=0.0)
+        result = reduce_gradients(model, *backward(model, *batches[rank], args.balance))
         gradients = all_gradients(model)
         update(model, optimizer, lr, result.grad_norm, args.clip)
         if rank != 0:
             continue
         loss, balance_loss, counts = dense_backward(dense, batches, args.balance)
-        norm = torch.stack([p.grad.norm() for p in dense.parameters()]).norm().item()
-        differences = {name: relative_difference(gradients[name], p.grad) for name, p in dense.named_parameters()}
+        norm = torch.stack([gradient(p).norm() for p in dense.parameters()]).norm().item()
+        differences = {name: relative_difference(gradients[name], gradient(p)) for name, p in dense.named_parameters()}
         row = (
             relative_difference(result.loss, loss),
             relative_difference(result.balance_loss, balance_loss),
@@ -107,7 +111,7 @@ def check(args, config: ModelConfig, model: nn.Module, text: Tensor) -> bool:
             largest(d for name, d in differences.items() if is_expert(name)),
         )
         worst = largest((worst, *row))
-        moved = (result.tokens_per_expert - counts.cpu()).abs().sum().item() // 2
+        moved = int((result.tokens_per_expert - counts.cpu()).abs().sum()) // 2
         rerouted += moved
         cells = "  ".join(f"{value:12.1e}" for value in row)
         print(f"{step:4}  {result.loss:8.5f}  {loss:8.5f}  {cells}  {moved:8}", flush=True)

@@ -29,6 +29,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.num_heads, head_dim = config.num_heads, config.hidden // config.num_heads
+        self.cos: Tensor
+        self.sin: Tensor
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
         frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -43,8 +44,12 @@ class Recorder:
     def __init__(self, printing: bool, tokens_per_step: int, unigram: float, bigram: float):
         self.printing, self.tokens_per_step = printing, tokens_per_step
         self.unigram, self.bigram = unigram, bigram
-        self.training, self.grad_norms, self.counts, self.step_seconds = [], [], [], []
-        self.held_out, self.final = [], {}
+        self.training: list[float] = []  # of each step, in bits per byte; so are the next three
+        self.grad_norms: list[float] = []
+        self.counts: list[torch.Tensor] = []
+        self.step_seconds: list[float] = []
+        self.held_out: list[dict[str, Any]] = []
+        self.final: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
         if self.printing:
@@ -56,10 +61,9 @@ class Recorder:
         self.counts.append(result.tokens_per_expert)
         self.step_seconds.append(seconds)
 
-    def progress(self, seconds: float, done: float, held_out: float) -> None:
-        """Print a line about the steps since the last line. ``done``: share of the run, 0 to 1."""
-        if not self.held_out:
-            self.say(HEADER)
+    def line(self, seconds: float, done: float, held_out: float) -> str:
+        """Return a line about the steps since the last line. ``done``: share of the run, 0 to 1."""
+        header = "" if self.held_out else f"{HEADER}\n"
         last = self.held_out[-1]["step"] if self.held_out else 0
         steps = len(self.training) - last
         speed = self.tokens_per_step / median_step(self.step_seconds, last)
@@ -67,7 +71,7 @@ class Recorder:
         balance = imbalance(torch.stack(self.counts[-steps:]))
         left = seconds * (1 - done) / done
         self.held_out.append({"step": len(self.training), "seconds": seconds, "bits_per_byte": held_out})
-        self.say(
+        return header + (
             f"{clock(seconds):>5}  {len(self.training):5}  {speed:7,.0f}  {training:8.3f}  {held_out:8.3f}"
             f"  {balance:11.2f}      {clock(left):>5}"
         )
@@ -117,7 +121,8 @@ class Recorder:
         held_out, bigram = self.final["held_out_bits_per_byte"], self.final["bigram_bits_per_byte"]
         if held_out < bigram:
             return f"LEARNED: {held_out:.2f} bits per byte, below the {bigram:.2f} of a model of byte pairs"
-        return f"NOT ENOUGH: {held_out:.2f} bits per byte, and a model of byte pairs has {bigram:.2f}: more --minutes"
+        after = f"{held_out:.2f} bits per byte after {self.final['steps']:,} steps"
+        return f"NOT ENOUGH: {after}, and a model of byte pairs has {bigram:.2f}: more --steps"
 
     def write(self, path: Path, config: dict, device: str, text: dict, sample: str, wall_seconds: float) -> dict:
         report = {

@@ -28,7 +28,6 @@ class StepResult:
     balance_loss: float
     grad_norm: float  # before clipping
     tokens_per_expert: Tensor  # int64 [layers, experts], of all ranks; on the CPU
-    clock: float  # rank 0's, as given to reduce_gradients
 
 
 def backward(
@@ -41,18 +40,23 @@ def backward(
     return loss.detach(), balance_loss.detach(), tokens_per_expert
 
 
-def reduce_gradients(model: nn.Module, loss: Tensor, balance_loss: Tensor, counts: Tensor, clock: float) -> StepResult:
+def gradient(p: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter after a backward, in which every parameter takes part."""
+    assert p.grad is not None
+    return p.grad
+
+
+def reduce_gradients(model: nn.Module, loss: Tensor, balance_loss: Tensor, counts: Tensor) -> StepResult:
     """Turn every rank's gradients into those of the mean loss, in place, with a single all-reduce.
 
-    Its bucket also carries the losses, the tokens per expert, the experts' squared gradient norm and rank 0's clock.
-    On a GPU this is where the host waits for the step.
+    Its bucket also carries the losses, the tokens per expert and the experts' squared gradient norm. On a GPU this is
+    where the host waits for the step.
     """
     num_ranks = dist.get_world_size()
-    dense = [p.grad for name, p in model.named_parameters() if not is_expert(name)]
-    experts = [p.grad for name, p in model.named_parameters() if is_expert(name)]
+    dense = [gradient(p) for name, p in model.named_parameters() if not is_expert(name)]
+    experts = [gradient(p) for name, p in model.named_parameters() if is_expert(name)]
     torch._foreach_div_(dense + experts, num_ranks)
-    own_clock = loss.new_full((), clock if dist.get_rank() == 0 else 0.0)
-    scalars = torch.stack([loss / num_ranks, balance_loss / num_ranks, own_clock, sum_of_squares(experts)])
+    scalars = torch.stack([loss / num_ranks, balance_loss / num_ranks, sum_of_squares(experts)])
     bucket = torch.cat([grad.flatten() for grad in dense] + [scalars, counts.flatten().float()])
     dist.all_reduce(bucket)
 
@@ -60,9 +64,9 @@ def reduce_gradients(model: nn.Module, loss: Tensor, balance_loss: Tensor, count
     for grad, flat in zip(dense, reduced):
         grad.copy_(flat.view_as(grad))
     figures = torch.cat([sum_of_squares(reduced)[None], figures]).cpu()  # one copy, so one wait
-    dense_square, loss, balance_loss, clock, expert_square = figures[:5].tolist()
+    dense_square, mean_loss, mean_balance_loss, expert_square = figures[:4].tolist()
     norm = math.sqrt(dense_square + expert_square)
-    return StepResult(loss, balance_loss, norm, figures[5:].long().view_as(counts), clock)
+    return StepResult(mean_loss, mean_balance_loss, norm, figures[4:].long().view_as(counts))
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
@@ -88,7 +92,7 @@ def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, grad_norm: float, max_norm: float) -> None:
     """Clip the gradients to ``max_norm``, take the optimizer's step, clear the gradients."""
     if grad_norm > max_norm:
-        torch._foreach_mul_([p.grad for p in model.parameters()], max_norm / grad_norm)
+        torch._foreach_mul_([gradient(p) for p in model.parameters()], max_norm / grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

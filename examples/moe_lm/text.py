@@ -27,14 +27,15 @@ def load_text() -> tuple[bytes, bytes]:
             "train_moe_lm reads its text from the standard module pydoc_data.topics, which this Python lacks; "
             "use a full Python (on Debian and Ubuntu: apt-get install libpython3-stdlib)"
         ) from error
-    seen, parts = set(), ([], [])
+    seen: set[str] = set()
+    parts: tuple[list[str], list[str]] = ([], [])
     for number, name in enumerate(sorted(topics)):
-        held_out = number % HELD_OUT_EVERY == HELD_OUT_FIRST
+        is_held_out = number % HELD_OUT_EVERY == HELD_OUT_FIRST
         for paragraph in topics[name].split("\n\n"):
             words = " ".join(paragraph.split())
             if words not in seen:
                 seen.add(words)
-                parts[held_out].append(paragraph)
+                parts[is_held_out].append(paragraph)
     train, held_out = ("\n\n".join(part).encode() for part in parts)
     return train, held_out
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lm.device import synchronize
+from moe_lm.progress import Progress, is_line_due
 from moe_lm.report import Recorder
 from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradients, update
 from moe_lm.text import RandomWindows, held_out_batches
 
-REPORT_EVERY_S = 5.0
 QUICK_WINDOWS = 64  # held-out windows for evaluations during training; the last one takes all
 
 
@@ -30,39 +30,27 @@ def evaluate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
     return (total[0] / total[1]).item() / math.log(2)
 
 
-def share_done(args, steps: int, seconds: float) -> float:
-    """Return which share of the run is done, from 0 to 1: the last step may end long after the minutes are over."""
-    by_steps = steps / args.steps if args.steps else 0.0
-    by_time = seconds / (60 * args.minutes) if args.minutes else 0.0
-    return min(1.0, max(by_steps, by_time))
-
-
 def train(args, model: nn.Module, train_text: Tensor, held_out: Tensor, recorder: Recorder) -> None:
-    """Train for ``args.steps`` steps or ``args.minutes`` minutes, and give all figures to ``recorder``.
+    """Train for ``args.steps`` steps, and give all figures to ``recorder``.
 
-    The learning rate follows the share of the run that is done, so a slow machine takes fewer steps of the same
-    schedule. All ranks use rank 0's clock, which the gradients' all-reduce carries. So they evaluate and stop at the
-    same step. The texts and the model are on the same device.
+    Nothing but figures of time depends on the time that a step takes. The texts and the model are on the same device.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     windows = RandomWindows(train_text, args.batch, args.seq_len, args.seed, rank)
     quick = held_out_batches(held_out, args.batch, args.seq_len, rank, num_ranks, QUICK_WINDOWS)
     optimizer = make_optimizer(model, args.weight_decay)
-    start, step, done, next_report = time.monotonic(), 0, 0.0, 0.0
-    step_began = start
-    while done < 1.0:
-        local = backward(model, *windows.next(), args.balance)
-        result = reduce_gradients(model, *local, clock=time.monotonic() - start)
-        step += 1
-        done = share_done(args, step, result.clock)
-        update(model, optimizer, learning_rate(args.lr, done), result.grad_norm, args.clip)
-        synchronize(train_text.device)
-        now = time.monotonic()
-        recorder.step(result, now - step_began)
-        step_began = now
-        if result.clock >= next_report or done >= 1.0:
-            recorder.progress(result.clock, done, evaluate(model, quick))
-            next_report = result.clock + REPORT_EVERY_S
-            step_began = time.monotonic()  # evaluate() has waited for the device
+    start = time.monotonic()
+    with Progress(args.steps, recorder.tokens_per_step, shows=recorder.printing) as progress:
+        for step in range(1, args.steps + 1):
+            step_began = time.monotonic()
+            result = reduce_gradients(model, *backward(model, *windows.next(), args.balance))
+            update(model, optimizer, learning_rate(args.lr, step / args.steps), result.grad_norm, args.clip)
+            synchronize(train_text.device)
+            seconds = time.monotonic() - step_began
+            recorder.step(result, seconds)
+            progress.step(recorder.training[-1], seconds)
+            if is_line_due(step, args.steps):
+                line = recorder.line(time.monotonic() - start, step / args.steps, evaluate(model, quick))
+                progress.say(line)
     everything = held_out_batches(held_out, args.batch, args.seq_len, rank, num_ranks)
     recorder.finish(time.monotonic() - start, evaluate(model, everything))
