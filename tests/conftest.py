@@ -1,6 +1,7 @@
 """What all tests share: the engines to test, marks of cases, and processes that live as long as the session."""
 
 import contextlib
+import gc
 import inspect
 import os
 from collections import defaultdict
@@ -11,6 +12,8 @@ import torch
 from ep_dispatcher import engines, operation
 from ep_dispatcher.tools.testing import RankPool
 
+pytest.register_assert_rewrite("lib")  # so that an assert there shows its values too
+
 # EP_TEST_ENGINES chooses; tests of an engine that cannot run here are skipped.
 NO_CUDA = engines.cuda_problem()
 ENGINES = os.environ.get("EP_TEST_ENGINES", "cpu" if NO_CUDA else "cpu cuda").split()
@@ -18,6 +21,7 @@ os.environ.setdefault("EP_DISPATCHER_ENGINE", "cpu")  # of tests that name none
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # there may be fewer GPUs than ranks
 
 torch.set_num_threads(1)  # the ranks need the cores
+HANG_S = 300.0  # of a run on ranks: on a busy machine some that compile take minutes
 
 
 def on(engine: str, *values):
@@ -27,8 +31,22 @@ def on(engine: str, *values):
 
 
 def exhaustive(*values):
-    """Mark a case that repeats a path in another shape: ``make test`` leaves it out, ``make test-all`` does not."""
+    """Mark a case that repeats a path in another shape: ``make test`` leaves it out, and CI runs it.
+
+    A whole test is marked so if it starts a command or an example in processes of their own, which takes seconds.
+    """
     return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def sparsely(cases, step: int = 2) -> list:
+    """Mark all but every ``step``-th case exhaustive: they take one path in turn."""
+    values = [case if type(case) is tuple else (case,) for case in cases]
+    return [exhaustive(*given) if n % step else pytest.param(*given) for n, given in enumerate(values)]
+
+
+def long(*values):
+    """Mark an exhaustive case that costs far more than it can find in most changes: ``make test-all`` alone has it."""
+    return pytest.param(*values, marks=[pytest.mark.exhaustive, pytest.mark.long])
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves cases out
@@ -66,8 +84,24 @@ def as_test(body, parameters: list[str], run):
     return test
 
 
+_mapped_before: set[str] = set()  # of a rank, when its test began
+
+
 def load(rank: int, body) -> None:
     """A run before that of the body: a rank may need seconds to import the body's module, and others would time out."""
+    from lib.faults import mappings  # not before its asserts can be rewritten
+
+    _mapped_before.clear()
+    _mapped_before.update(mappings())
+
+
+def leaves_nothing(rank: int) -> None:
+    """A run behind that of the body: later tests of these ranks look for memory that their own buffers leave."""
+    from lib.faults import mappings
+
+    if not _mapped_before.issuperset(mappings()):
+        gc.collect()
+    assert _mapped_before.issuperset(mappings()), "a buffer is left to the tests that come"
 
 
 def on_ranks(num_ranks: int | None = None, *, fresh: bool = False, **options):
@@ -80,9 +114,11 @@ def on_ranks(num_ranks: int | None = None, *, fresh: bool = False, **options):
 
     def run(body, pools, **given):
         number = num_ranks or given["num_ranks"]
-        with RankPool(number) if fresh else contextlib.nullcontext(pools(number)) as pool:
+        with RankPool(number, timeout_s=HANG_S) if fresh else contextlib.nullcontext(pools(number)) as pool:
             pool.run(load, body)
             pool.run(body, *given.values(), **options)
+            if not fresh:
+                pool.run(leaves_nothing)
 
     return lambda body: as_test(body, ["pools", *list(inspect.signature(body).parameters)[1:]], run)
 
@@ -126,7 +162,7 @@ def device(request) -> str:
 @pytest.fixture
 def make_hosts():
     """``make_hosts(num, **options)``: two_hosts.Hosts, closed after the test. Skipped where there can be none."""
-    import two_hosts
+    from lib import two_hosts
 
     why_not = two_hosts.problem()
     if why_not is not None:
@@ -142,7 +178,7 @@ def pools():
 
     def pool_of(num_ranks: int) -> RankPool:
         if num_ranks not in started or started[num_ranks].closed:
-            started[num_ranks] = RankPool(num_ranks, timeout_s=180)
+            started[num_ranks] = RankPool(num_ranks, timeout_s=HANG_S)
         return started[num_ranks]
 
     yield pool_of

@@ -30,7 +30,7 @@ if ! "$python" -c 'import sys; assert sys.prefix != sys.base_prefix' 2> /dev/nul
 fi
 pip=("$python" -m pip install -q --disable-pip-version-check)
 # shellcheck disable=SC2086  # no Megatron from the index beside a checkout
-"${pip[@]}" torch numpy packaging pytest hypothesis 'setuptools>=64' 'pybind11>=2.12' wheel $megatron
+"${pip[@]}" torch numpy packaging pytest hypothesis 'setuptools>=77' 'pybind11>=2.12' wheel $megatron
 EP_DISPATCHER_CUDA=0 "${pip[@]}" --no-build-isolation --no-deps -e .
 
 export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1

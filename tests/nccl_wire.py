@@ -7,23 +7,23 @@ after a failure.
 """
 
 import os
+import signal
 import sys
 import time
 import traceback
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
-import round_trip as round_trips
-import test_decode
-import test_dispatch_combine as grid
-import test_nodes
 import torch
 import torch.distributed as dist
-import two_hosts
-from round_trip import check_new_buffer, inputs, make_buffer, outputs, round_trip
-from test_dispatch_combine import GRID, Case, Inputs, check_case, expert_rows, to
+from lib import decode, nodes, two_hosts
+from lib import dispatch_combine as grid
+from lib import round_trip as round_trips
+from lib.dispatch_combine import GRID, Case, Inputs, check_case, expert_rows, to
+from lib.round_trip import check_new_buffer, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankError, RankPool, same_bits
@@ -43,7 +43,7 @@ class ImpatientBuffer(ep.Buffer):
 def begin(rank: int, ranks_per_node: int) -> None:
     """Let the ranks of a node share a GPU. Their buffers soon give up a peer that does not come."""
     torch.cuda.set_device(rank // ranks_per_node)
-    for module in (grid, test_nodes, round_trips):
+    for module in (grid, nodes, round_trips):
         module.device_of = lambda engine, rank: f"cuda:{torch.cuda.current_device()}"
     ep.Buffer = ImpatientBuffer
 
@@ -93,7 +93,7 @@ def check_decode(rank: int, case: Case) -> None:
 
 def half_at_home(case: Case, num_tokens: list[int], seed: int = 0) -> Inputs:
     """Two nodes. Every second token has experts on its own node only."""
-    given = test_nodes.make_inputs(case, num_tokens, "uniform", seed)
+    given = nodes.make_inputs(case, num_tokens, "uniform", seed)
     for rank, idx in enumerate(given.topk_idx):
         scores = torch.rand(len(idx), 2, case.num_experts // 2, generator=torch.Generator().manual_seed(seed + rank))
         scores[::2, 1 - case.node_of[rank]] = -1
@@ -106,19 +106,19 @@ SIZES = ([600, 333, 257, 600], [0, 600, 600, 1], [600, 0, 0, 0])  # tokens of th
 
 def check_sizes(rank: int, case: Case, num_tokens: list[int]) -> None:
     """A message has the rows that its receiver needs where all hosts know the counts, else those of all tokens."""
-    most, given = test_nodes.NUM_TOKENS + 100, half_at_home(case, num_tokens[: case.num_ranks])
+    most, given = nodes.NUM_TOKENS + 100, half_at_home(case, num_tokens[: case.num_ranks])
     x, idx, weights = given.on(rank, "cuda")
     peer = (rank + case.ranks_per_node) % case.num_ranks
     sent, received = (
         few if num_tokens[r] - few > num_tokens[r] // 16 else num_tokens[r]  # a few tokens are not left out
-        for r, few in ((r, sum(test_nodes.least_rows(case, given.topk_idx[r], r))) for r in (rank, peer))
+        for r, few in ((r, sum(nodes.least_rows(case, given.topk_idx[r], r))) for r in (rank, peer))
     )
-    row_bytes, num_rows = case.hidden * 2, test_nodes.NUM_ROWS
+    row_bytes, num_rows = case.hidden * 2, nodes.NUM_ROWS
     with grid.make_buffer(case, "cuda", most) as buffer:
 
         def check_sent(num_bytes: int, run):
             before = buffer.live_engine()._c.message_bytes()
-            result, counted, lists = test_nodes.sent_by(buffer, run)
+            result, counted, lists = nodes.sent_by(buffer, run)
             by_host = buffer.live_engine()._c.message_bytes() - before
             assert counted == [num_bytes * (r == peer) for r in range(case.num_ranks)], num_bytes
             assert num_bytes <= by_host <= num_bytes + lists[peer] + 4096, (num_bytes, by_host, lists)
@@ -126,15 +126,15 @@ def check_sizes(rank: int, case: Case, num_tokens: list[int]) -> None:
 
         out = check_sent(sent * (row_bytes + 16), lambda: buffer.dispatch(x, idx, weights))
         again = check_sent(sent * row_bytes, lambda: buffer.dispatch(x, handle=out.handle))
-        test_nodes.assert_equal(again.x, out.x, "the cached dispatch")
+        nodes.assert_equal(again.x, out.x, "the cached dispatch")
         y, row_weights = to("cuda", expert_rows(case, out, rank))
         sums_bytes = row_bytes + 4 * case.num_topk
         run = partial(buffer.combine, y, out.handle, topk_weights=row_weights)
-        test_nodes.assert_step(case, rank, given, out, check_sent(received * sums_bytes, run), None, "exact")
+        nodes.assert_step(case, rank, given, out, check_sent(received * sums_bytes, run), None, "exact")
         # Not where no host waits, or not every one.
         for size in (num_rows, num_rows if rank == 0 else None):
             other = check_sent(most * row_bytes, partial(buffer.dispatch, x, idx, max_recv_rows=size))
-            test_nodes.assert_equal(other.x[: len(out.x)], out.x, "all tokens")
+            nodes.assert_equal(other.x[: len(out.x)], out.x, "all tokens")
             check_sent(most * row_bytes, partial(buffer.combine, other.x, other.handle))
         # A hook on saved tensors copies the plan: the host reads the sizes from it.
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda plan: plan):
@@ -143,7 +143,7 @@ def check_sizes(rank: int, case: Case, num_tokens: list[int]) -> None:
             sums = ep.combine(buffer, out.x, out.handle)
         run = partial(torch.autograd.grad, sums, leaf, x)
         (grad,) = check_sent((sent + received) * row_bytes, run)
-        test_nodes.assert_equal(grad, sums, "the gradient")
+        nodes.assert_equal(grad, sums, "the gradient")
 
 
 def sizes(pool: RankPool, case: Case) -> None:
@@ -292,6 +292,85 @@ def suspend(pool: RankPool, case: Case) -> None:
     pool.run(check_suspend_with_graph, case)
 
 
+def check_wide(rank: int, case: Case) -> None:
+    """Bytes are counted in 64 bits: a message for all tokens of a large buffer has 7.5 GB. They wrapped at 4 GiB.
+
+    The dispatch itself has four tokens, so only the buffer and its message are large.
+    """
+    most, hidden, num_topk = 1 << 19, 7168, 2
+    options = dict(hidden=hidden, num_experts=4 * case.num_ranks, num_topk=num_topk, max_tokens_per_rank=most)
+    with ep.Buffer(engine="cuda", ranks_per_node=case.ranks_per_node, timeout_s=30, **options) as buffer:
+        x = torch.randn(4, hidden, device="cuda").to(torch.bfloat16)
+        idx = torch.arange(4 * num_topk, device="cuda").view(4, num_topk) % (4 * case.num_ranks)
+        out = buffer.dispatch(x, idx, max_recv_rows=64)
+        buffer.combine(out.x, out.handle)
+        buffer.check()
+        counted = buffer.counters()
+        peer = (rank + case.ranks_per_node) % case.num_ranks
+        # The rows of the dispatch for all tokens, and the sums of the combine.
+        right = [2 * most * hidden * 2 * (other == peer) for other in range(case.num_ranks)]
+        assert counted["inter_node_bytes_sent"] == right, counted
+        assert 0 < counted["inter_node_list_bytes_sent"][peer] < 1 << 32, counted
+
+
+def free_bytes(rank: int) -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def wide(pool: RankPool, case: Case) -> None:
+    if min(pool.run(free_bytes)) < 45 << 30:
+        print("wide: left out, as it needs 45 GB of each GPU", flush=True)
+    else:
+        pool.run(check_wide, case)
+
+
+def check_gone(rank: int, case: Case, step: str, does: str) -> None:
+    """The last rank dies or stops while the communicator is made. The others get an error in time, and go on.
+
+    Guards against an NCCL kernel that waits for the dead rank, and that nobody can abort.
+    """
+    from ep_dispatcher.engines.cuda import nccl
+
+    last, limit_s = case.num_ranks - 1, 10.0
+
+    old = nccl._C_cuda
+
+    def act(comm, *given):
+        if does == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(limit_s + 5)
+        getattr(old.NcclComm, step)(comm, *given)
+
+    if rank == last:
+        nccl._C_cuda = SimpleNamespace(NcclComm=type("Victim", (old.NcclComm,), {step: act}))
+    begin = time.monotonic()
+    try:
+        with pytest.raises(ep.PeerTimeoutError) as caught:
+            make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node, timeout_s=limit_s)
+    finally:
+        nccl._C_cuda = old
+    assert time.monotonic() - begin < limit_s + 8, time.monotonic() - begin
+    assert last in caught.value.late_ranks, caught.value
+    if does == "dies":
+        assert caught.value.late_ranks == (last,), caught.value
+    begin = time.monotonic()
+    torch.cuda.synchronize()  # no kernel waits for the dead rank
+    assert time.monotonic() - begin < 2
+    if does == "stops":
+        time.sleep(limit_s)  # until the thread of the last rank has left NCCL
+        return check_new_buffer(engine="cuda", ranks_per_node=case.ranks_per_node)
+    if rank < case.ranks_per_node:  # a node that has lost nobody
+        group = dist.new_group(list(range(case.ranks_per_node)), use_local_synchronization=True)
+        check_new_buffer(group, engine="cuda")
+
+
+def gone(pool: RankPool, case: Case) -> None:
+    pool.run(check_gone, case, "connect", "stops")
+    for step in ("join", "connect"):
+        with start(case.num_ranks, case.ranks_per_node) as fresh:
+            fresh.run(check_gone, case, step, "dies", allow_dead={case.num_ranks - 1})
+
+
 def check_line(rank: int, case: Case) -> None:
     with make_buffer(engine="cuda", ranks_per_node=case.ranks_per_node) as buffer:
         assert "1 of them for the NCCL wire between nodes, at most 4 more for NCCL 2." in repr(buffer), repr(buffer)
@@ -302,26 +381,28 @@ def check_line(rank: int, case: Case) -> None:
 
 PARTS = dict(
     line=lambda pool, case: pool.run(check_line, case),
-    routing=lambda pool, case: pool.run(test_nodes.change_routing, "cuda", case, 30),
-    gradients=lambda pool, case: pool.run(test_nodes.train, "cuda", case, 12),
-    graph=lambda pool, case: pool.run(test_nodes.replay, "cuda", replace(case, layout="rank")),
-    rows=lambda pool, case: check_cases(pool, [replace(case, **row) for row in test_nodes.LONG_ROWS]),
+    routing=lambda pool, case: pool.run(nodes.change_routing, "cuda", case, 30),
+    gradients=lambda pool, case: pool.run(nodes.train, "cuda", case, 12),
+    graph=lambda pool, case: pool.run(nodes.replay, "cuda", replace(case, layout="rank")),
+    rows=lambda pool, case: check_cases(pool, [replace(case, **row) for row in nodes.LONG_ROWS]),
     many=many,
     cases=lambda pool, case: check_cases(pool, [one for one in GRID if split_of(one) == split_of(case)]),
-    too_few=lambda pool, case: pool.run(test_nodes.too_few_rows, "cuda", case, 6),
+    too_few=lambda pool, case: pool.run(nodes.too_few_rows, "cuda", case, 6),
     decode=lambda pool, case: pool.run(check_decode, case),
-    hooks_in_graphs=lambda pool, case: test_decode.check_graphs(pool, *split_of(case), hooked=True),
+    hooks_in_graphs=lambda pool, case: decode.check_graphs(pool, *split_of(case), hooked=True),
     sizes=sizes,
     two_buffers=lambda pool, case: pool.run(check_two_buffers, case),
     late=late,
     differ=lambda pool, case: pool.run(check_differ, case),
     broken=lambda pool, case: pool.run(check_broken, case),
+    gone=gone,
+    wide=wide,
     suspend=suspend,
 )
 
 
 def main(num_ranks: int, ranks_per_node: int, *names: str) -> int:
-    case, pool, failed = Case(num_ranks, ranks_per_node, **test_nodes.SMALL), None, []
+    case, pool, failed = Case(num_ranks, ranks_per_node, **nodes.SMALL), None, []
     for name in names or PARTS:
         if pool is None or pool.closed:
             pool = start(num_ranks, ranks_per_node)

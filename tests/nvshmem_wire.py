@@ -14,11 +14,12 @@ import sys
 import time
 from dataclasses import replace
 
-import test_nodes
 import torch
-from test_dispatch_combine import GRID, Case, check_case
+from lib import nodes
+from lib.dispatch_combine import GRID, Case, check_case
 
 import ep_dispatcher as ep
+from ep_dispatcher.engines.cuda.regions import NvshmemRegions
 from ep_dispatcher.tools.testing import RankPool, device_of
 
 NUM_STEPS = 200
@@ -55,7 +56,7 @@ def count_puts(rank: int, case: Case) -> list[int]:
     """
     puts, device = ctypes.CDLL(None).remote_wire_num_puts, device_of("cuda", rank)
     idx = torch.tensor([0, 1, case.num_experts // 2], device=device).repeat(256, 1)
-    with test_nodes.make_buffer(case, "cuda", 256) as buffer:
+    with nodes.make_buffer(case, "cuda", 256) as buffer:
         counts = [puts()]
         x = torch.ones(256, case.hidden, dtype=case.dtype, device=device)
         out = buffer.dispatch(x, idx, torch.ones(idx.shape, device=device), layout="rank")
@@ -68,18 +69,26 @@ def count_puts(rank: int, case: Case) -> list[int]:
 
 
 def only_put(rank: int, num_putting: int) -> None:
+    """Let the first ranks reach no rail peer through NVLink, as if they were on other hosts."""
     if rank < num_putting:
-        os.environ["EP_DISPATCHER_WIRE"] = "nvshmem-puts"
+        attach = NvshmemRegions.attach
+
+        def attach_without_rail(regions: NvshmemRegions) -> None:
+            attach(regions)
+            own = regions._config.topology.node
+            regions.rail = [address if node == own else 0 for node, address in enumerate(regions.rail)]
+
+        NvshmemRegions.attach = attach_without_rail
 
 
 def check_paths(rank: int, case: Case, num_putting: int) -> None:
     """See that stores and puts are as asked for."""
-    is_remote = "REMOTE_WIRE_HOLD_US" in os.environ or os.environ["EP_DISPATCHER_WIRE"] == "nvshmem-puts"
+    is_remote = "REMOTE_WIRE_HOLD_US" in os.environ or rank < num_putting
     per_node = case.ranks_per_node
     rail = [peer for peer in range(rank % per_node, case.num_ranks, per_node) if peer != rank]
     stored = 0 if is_remote else sum(peer >= num_putting for peer in rail)
     device_of("cuda", rank)
-    with test_nodes.make_buffer(case, "cuda", 8) as buffer:
+    with nodes.make_buffer(case, "cuda", 8) as buffer:
         assert f", {stored} of {len(rail)} rail peers through NVLink" in repr(buffer), repr(buffer)
         needs_nvshmem = is_remote or num_putting > 0  # on any rank
         kernels = "_C_nvshmem" if needs_nvshmem else "_C_cuda"
@@ -92,7 +101,7 @@ def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_pu
     if "REMOTE_WIRE_HOLD_US" in os.environ:
         pool.run(use_remote_wire, ranks_per_node)
     pool.run(only_put, num_putting)
-    small = Case(num_ranks, ranks_per_node, **test_nodes.SMALL)
+    small = Case(num_ranks, ranks_per_node, **nodes.SMALL)
     begin = time.monotonic()
 
     def done(text: str) -> None:
@@ -103,17 +112,17 @@ def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_pu
     if "REMOTE_WIRE_HOLD_US" in os.environ:
         done(f"puts of a dispatch, of a combine: {pool.run(count_puts, small)}")
     if "routing" in what:
-        pool.run(test_nodes.change_routing, "cuda", small, num_steps)
+        pool.run(nodes.change_routing, "cuda", small, num_steps)
         done(f"{num_steps} steps")
     if "train" in what:
-        pool.run(test_nodes.train, "cuda", small, num_steps)
+        pool.run(nodes.train, "cuda", small, num_steps)
         done(f"{num_steps} steps with gradients")
     if "graph" in what:
-        pool.run(test_nodes.replay, "cuda", replace(small, layout="rank"))
+        pool.run(nodes.replay, "cuda", replace(small, layout="rank"))
         done("a CUDA graph")
     if "cases" in what:
         cases = [case for case in GRID if (case.num_ranks, case.ranks_per_node) == (num_ranks, ranks_per_node)]
-        cases += [Case(num_ranks, ranks_per_node, **row) for row in test_nodes.LONG_ROWS]
+        cases += [Case(num_ranks, ranks_per_node, **row) for row in nodes.LONG_ROWS]
         for case in cases:
             check_case(lambda _: pool, "cuda", case)
         done(f"{len(cases)} cases")

@@ -7,11 +7,11 @@ python tests/sanitize.py RANK NUM_RANKS RANKS_PER_NODE FILE          # one of se
 import sys
 import tempfile
 
-import test_decode
-import test_dispatch_combine as grid
 import torch
 import torch.distributed as dist
-from test_dispatch_combine import Case, expected_of, expert_rows, make_inputs, random_rows, to
+from lib import decode
+from lib import dispatch_combine as grid
+from lib.dispatch_combine import Case, expected_of, expert_rows, make_inputs, random_rows, to
 
 import ep_dispatcher as ep
 from ep_dispatcher import memory
@@ -48,9 +48,9 @@ def run(case: Case, rank: int, engine: str) -> None:
 def run_decode(case: Case, rank: int, engine: str, options: dict) -> None:
     inputs = make_inputs(case)
     again = [random_rows(case, len(x), seed=10 + of_rank) for of_rank, x in enumerate(inputs.x)]
-    results = test_decode.run_case(rank, engine, case, inputs, again, options)
+    results = decode.run_case(rank, engine, case, inputs, again, options)
     on_the_host = [(tuple(t.cpu() for t in rows), counts.cpu(), sums.cpu()) for rows, counts, sums in results]
-    test_decode.assert_case(case, inputs, again, {rank: on_the_host})
+    decode.assert_case(case, inputs, again, {rank: on_the_host})
 
 
 def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import exhaustive, on_ranks
-from test_dispatch_combine import make_buffer
-from test_errors import assert_refused
-from test_experts import MAX_RECV_ROWS, MAX_TOKENS, given_to, layer, make_case, weights_of
+from lib.dispatch_combine import make_buffer
+from lib.errors import assert_refused
+from lib.experts import MAX_RECV_ROWS, MAX_TOKENS, given_to, layer, make_case, weights_of
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import device_of

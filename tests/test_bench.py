@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import ROOT, torchrun
+from lib.commands import ROOT, torchrun
 
+from ep_dispatcher.integrations import deep_ep as stand_in
+from ep_dispatcher.integrations.deep_ep.config import topk_idx_t
 from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark import parts, suite
 from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, PASSES, STANDARD, Case, suite_cases
@@ -50,6 +52,21 @@ def rows_of_baseline(ranks_per_node):
     return rows
 
 
+def least_rows(ranks_per_node):
+    """The fewest rows over every wire, token by token: once to each other node, then once to each rank of it."""
+    rows = dict.fromkeys(WIRES, 0)
+    for src in range(RANKS):
+        topk_idx, _ = make_routing("masked", TOKENS, EXPERTS, TOPK, seed=src)
+        for token in topk_idx.tolist():
+            receivers = {expert // (EXPERTS // RANKS) for expert in token if expert >= 0}
+            nodes = {receiver // ranks_per_node for receiver in receivers}
+            rows["between nodes"] += len(nodes - {src // ranks_per_node})
+            for receiver in receivers:
+                is_rail_peer = receiver % ranks_per_node == src % ranks_per_node
+                rows["local" if is_rail_peer else "inside nodes"] += 1
+    return rows
+
+
 def test_both_topologies_and_same_results(runs):
     assert [run["case"]["ranks_per_node"] for run in runs] == [None, 2]
     for run in runs:
@@ -68,17 +85,19 @@ def test_both_topologies_and_same_results(runs):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_bytes_over_the_wires(runs, nodes):
+    """The engine moves the fewest bytes that are possible, and headings between nodes."""
     run = runs[nodes - 1]
-    """The least is what the engine counts (test_estimate counts it token by token)."""
-    baseline = rows_of_baseline(RANKS // nodes)
+    baseline, least = rows_of_baseline(RANKS // nodes), least_rows(RANKS // nodes)
     assert run["received_rows"] == sum(baseline.values())
     for moved in run["wire_bytes"].values():
         headings = 128 * RANKS * (nodes - 1)  # one in front of what goes to a node
         expected = moved["least"] | {"between nodes": moved["least"]["between nodes"] + headings}
         assert moved["engine"] == expected
+        assert moved["least"] == {wire: rows * HIDDEN * 2 for wire, rows in least.items()}
         assert moved["baseline"] == {wire: rows * HIDDEN * 2 for wire, rows in baseline.items()}
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun(tmp_path):
     command = ("-m", "ep_dispatcher.bench", "--tokens", "16", "--hidden", "64", "--experts", "8", "--topk", "2")
     code, output, errors = torchrun(2, *command, "--iters", "1", "--warmup", "0", "--out", str(tmp_path))
@@ -317,8 +336,7 @@ def test_sides_take_turns_on_a_host(pools):
 
 def beside_deep_ep(rank: int, names: tuple[str, ...]) -> dict:
     """Measure DeepEP with our stand-in for it, which has both versions."""
-    ours = importlib.import_module("ep_dispatcher.integrations.deep_ep.modules.deep_ep")
-    module = SimpleNamespace(**{name: getattr(ours, name) for name in (*names, "topk_idx_t")})
+    module = SimpleNamespace(topk_idx_t=topk_idx_t, **{name: getattr(stand_in, name) for name in names})
     case = replace(CASE, operations=("dispatch", "combine", "cached dispatch", "dispatch+combine", "dispatch FP8"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "deep_ep", module)

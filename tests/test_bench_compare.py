@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT
-from conftest import exhaustive
+from lib.commands import ROOT
 
 from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark.parts import ENGINE, GRAPH
@@ -115,7 +114,8 @@ def test_missing_cases_are_named(copy, capsys):
 # ---- two builds in turn ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tolerance, code", [exhaustive(1000.0, 0), (-1.0, 1)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tolerance, code", [(1000.0, 0), (-1.0, 1)])
 def test_two_builds_in_turn(tolerance, code):
     """Here both are this one. With the second tolerance everything is slower than it may be. Many tokens: no decode."""
     script = [ROOT / "benchmarks" / "compare_builds.py", ROOT, ROOT, "--engine", "cpu", "--ranks", "1", "--rounds", "1"]
@@ -130,6 +130,7 @@ def test_two_builds_in_turn(tolerance, code):
     assert all(line[32:].split()[1] == "1.000" and line.count(" to ") == 2 for line in lines[1:])
 
 
+@pytest.mark.exhaustive
 def test_a_build_without_the_package_is_an_error(tmp_path):
     script = [ROOT / "benchmarks" / "compare_builds.py", tmp_path, "--engine", "cpu", "--ranks", "1"]
     found = subprocess.run([sys.executable, *script], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""benchmarks/report.py: the figures of docs/performance.md, from JSON files."""
+"""benchmarks/report.py: the figures of RUNS.md, and a choice of them in docs/performance.md, from JSON files."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import libraries
 import pytest
 import report
-from commands import ROOT
+from lib.commands import ROOT
 
 from ep_dispatcher.tools.benchmark import suite
 from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, OPERATIONS, STANDARD, Case
@@ -44,7 +44,8 @@ def results(tmp_path):
     runs = [made_up(first, notes=["DeepEP: not measured, and why"])]
     runs += [made_up(replace(first, sms=8, graph=False, operations=FEW_OPERATIONS, others=()))]
     runs += [made_up(replace(first, tokens=256, graph=False, operations=(*FEW_OPERATIONS, "dispatch+combine")))]
-    runs += [made_up(replace(STANDARD["cpu"], ranks_per_node=n)) for n in (2, None)]
+    without_float8 = ("dispatch", "combine", "dispatch+combine")
+    runs += [made_up(replace(STANDARD["cpu"], ranks_per_node=n, operations=without_float8)) for n in (2, None)]
     for n, run in enumerate(runs):
         (folder / f"{n}.json").write_text(suite.to_json(run))
     (folder / "of_something_else.json").write_text("{}")
@@ -52,15 +53,26 @@ def results(tmp_path):
     return folder
 
 
-def test_the_part_of_the_page(results, tmp_path, capsys):
+def test_the_parts_of_the_pages(results, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    page = tmp_path / "docs" / "performance.md"
+    page, runs = tmp_path / "docs" / "performance.md", tmp_path / "docs" / "RUNS.md"
     page.parent.mkdir()
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    command = ["--page", str(page), "--results", str(results)]
+    for path in (page, runs):
+        path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    command = ["--page", str(page), "--runs", str(runs), "--results", str(results)]
     assert report.main(command) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    for path in (page, runs):
+        text = path.read_text()
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    chosen = page.read_text()
+    assert re.findall("^4 [^:]*", chosen, re.MULTILINE) == [
+        "4 ranks on a CPU, 2 cores, build abc, 2026-11-21",
+        "4 x NVIDIA H200, build abc, 2026-11-21",
+    ]
+    assert "| 1024, 2 virtual nodes | 0.0 | 0.0 | 0.0 | 0.0 (2.0x) |" in chosen, "no empty columns"
+    assert chosen.count("| 4096 | 10 | 10 | 10 | 10 | 10 | 20 (2.0x) |") == 1, "of 8 and 24 SMs the standard one"
+    assert "| 256 |" not in chosen and "later" not in chosen, "a choice"
+    text = runs.read_text()
     headings = re.findall("^### (.*)$", text, re.MULTILINE)
     assert headings == ["4 ranks on a CPU, 2 cores", "4 x NVIDIA H200", "4 x NVIDIA H200, beside DeepEP"]
     cpu, gpus, beside = text.split("\n### ")[1:]
@@ -74,19 +86,22 @@ def test_the_part_of_the_page(results, tmp_path, capsys):
     assert re.findall(r"!\[times\]\((.*)\)", text) == [f"../{image.relative_to(tmp_path)}" for image in images]
     assert all(image.startswith(b"\x89PNG") for image in drawn) and f"chart: {images[0]}" in capsys.readouterr().out
     assert report.main(command) == 0
-    assert page.read_text() == text and [image.read_bytes() for image in images] == drawn
+    assert page.read_text() == chosen and runs.read_text() == text and [image.read_bytes() for image in images] == drawn
 
 
 def test_a_page_stays_as_it_is(results, tmp_path, capsys):
     """Without marks, and with --check. This fails for a page with other figures, and passes for ours."""
-    page = tmp_path / "performance.md"
+    page, runs = tmp_path / "performance.md", tmp_path / "RUNS.md"
     for text, check, said in (
         ("no marks", [], "given without"),
         (f"{report.BEGIN}\nold\n{report.END}\n", ["--check"], "its figures are not those of"),
     ):
         page.write_text(text)
-        assert report.main(["--page", str(page), "--results", str(results), *check]) == 1
-        assert page.read_text() == text and f"{page}: {said}" in capsys.readouterr().out
+        runs.write_text(text)
+        assert report.main(["--page", str(page), "--runs", str(runs), "--results", str(results), *check]) == 1
+        assert page.read_text() == runs.read_text() == text
+        printed = capsys.readouterr().out
+        assert f"{page}: {said}" in printed and f"{runs}: {said}" in printed
     assert report.main(["--check"]) == 0
 
 
@@ -105,19 +120,24 @@ def test_our_results_are_of_the_schema():
             assert run["operations"][operation] == again["operations"][operation], (path.name, operation)
 
 
-def test_the_readme_has_the_figures_of_the_libraries(tmp_path):
-    page, results = tmp_path / "README.md", tmp_path / "libraries.json"
-    page.write_text(f"before\n{libraries.BEGIN}\nold\n{libraries.END}\nafter\n")
-    times = {"dispatch": {libraries.ENGINE: 100, "HybridEP": 150}, "combine": {libraries.ENGINE: 80, "DeepEP": 60}}
+def test_the_pages_have_the_figures_of_the_libraries(tmp_path):
+    page, readme, results = (tmp_path / name for name in ("performance.md", "README.md", "libraries.json"))
+    for path in (page, readme):
+        path.write_text(f"before\n{libraries.BEGIN}\nold\n{libraries.END}\nafter\n")
+    times = {"dispatch FP8": {libraries.ENGINE: 100, "HybridEP": 150}, "combine": {libraries.ENGINE: 80, "DeepEP": 60}}
     case = {"tokens": 128, "hidden": 7168, "experts": 256, "topk": 8, "layout": "decode", "us": times}
     versions = {"DeepEP": "v9"}
     about = dict.fromkeys(["machine", "torch", "build", "date"])
     results.write_text(json.dumps(about | {"versions": versions, "cases": [case]}))
-    command = ["--page", str(page), "--results", str(results)]
+    command = ["--page", str(page), "--readme", str(readme), "--results", str(results)]
     assert libraries.main([*command, "--check"]) == 1 and "old" in page.read_text()
     assert libraries.main(command) == 0 == libraries.main([*command, "--check"])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| operation | this engine | DeepEP v9 | HybridEP |" in text
-    assert "| dispatch | 100 |  | 150 (1.50x) |" in text and "| combine | 80 | 60 (0.75x) |  |" in text
+    assert "| dispatch FP8 | 100 |  | 150 (1.50x) |" in text and "| combine | 80 | 60 (0.75x) |  |" in text
+    chosen = readme.read_text()
+    assert "| 128 x 7168 | dispatch FP8 | 100 |  | 150 (1.50x) |" in chosen and "| combine |" not in chosen
     assert libraries.main(["--check"]) == 0
+    rows = libraries.chosen_table_of(json.loads((RESULTS / "libraries.json").read_text())).count("\n|") - 2
+    assert rows == sum(map(len, libraries.CHOSEN.values())) <= 12, "every chosen row, in a short table"

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from all_to_all_layer import AllToAllLayer
-from commands import ROOT
-from deep_ep_case import Case, environment
+from lib.commands import ROOT
+from lib.deep_ep_case import Case, environment
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines import cuda_problem

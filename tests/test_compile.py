@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import on_ranks
+from conftest import exhaustive, on_ranks
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -148,7 +148,7 @@ def test_dynamic_shapes_with_float8_and_a_handle(rank, engine, num_rows):
 
 @pytest.mark.parametrize(
     "backend,dynamic,as_argument",
-    [("eager", None, True), ("aot_eager", None, False), ("aot_eager", True, True), ("inductor", None, True)],
+    [("eager", None, True), ("aot_eager", None, False), ("aot_eager", True, True), exhaustive("inductor", None, True)],
 )
 @on_ranks(2, timeout_s=COMPILE_S)
 def test_another_buffer(rank, engine, backend, dynamic, as_argument):

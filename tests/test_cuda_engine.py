@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from test_dispatch_combine import Case, assert_step, check_case, expected_of, expert_rows, make_inputs, to
-from test_dispatch_combine import make_buffer as buffer_of
+from lib.dispatch_combine import Case, assert_step, check_case, expected_of, expert_rows, make_inputs, to
+from lib.dispatch_combine import make_buffer as buffer_of
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines, operation

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from round_trip import NUM_EXPERTS, device, expected, inputs, make_buffer, outputs, round_trip
-from test_faults import LIMIT_S, SLACK_S, assert_given_up, assert_names
+from lib.cuda_faults import spin
+from lib.faults import LIMIT_S, SLACK_S, assert_given_up, assert_names
+from lib.round_trip import NUM_EXPERTS, device, expected, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
@@ -18,11 +19,6 @@ from ep_dispatcher.tools.testing import RankPool, same_bits
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 NUM_ROWS = 200  # enough for every rank
-
-
-def spin(seconds: float) -> None:
-    """Keep the current stream at least so long."""
-    torch.cuda._sleep(int(2e9 * seconds))  # no clock is faster than 2 GHz
 
 
 # ---- a kernel that keeps a rank -------------------------------------------------------------------------------------

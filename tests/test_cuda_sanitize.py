@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from commands import ROOT
+from lib.commands import ROOT, environment
 
 from ep_dispatcher import engines
 
@@ -42,8 +42,7 @@ def test_nothing_to_complain_about(tool, num_ranks, ranks_per_node, tmp_path):
     least = FIRST_RIGHT.get(tool, (0,))
     if version() < least:
         pytest.skip(f"{tool} of compute-sanitizer {version()} is not asked, of {least} it is")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"GLOO_SOCKET_IFNAME": "lo"} | environment()
     options, clean = TOOLS[tool]
     command = [SANITIZER, "--tool", tool, *options, sys.executable, str(ROOT / "tests/sanitize.py")]
     ranks, logs = [], [tmp_path / f"rank{rank}.log" for rank in range(num_ranks)]

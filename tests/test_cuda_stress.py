@@ -4,17 +4,17 @@ import dataclasses
 import itertools
 
 import pytest
-import test_dispatch_combine as grid
 import torch
 import torch.distributed as dist
-from commands import ROOT, run_module
 from conftest import on_ranks
-from round_trip import device
-from test_cuda_faults import spin
-from test_decode import weights_of
-from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, make_buffer, make_inputs, to
-from test_experts import uninitialised_memory_is_nan
-from test_steps import resources
+from lib import dispatch_combine as grid
+from lib.commands import ROOT, run_module
+from lib.cuda_faults import spin
+from lib.decode import weights_of
+from lib.dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, make_buffer, make_inputs, to
+from lib.experts import uninitialised_memory_is_nan
+from lib.round_trip import device
+from lib.steps import resources
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines

@@ -7,23 +7,23 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import test_dispatch_combine as grid
 import torch
 from conftest import on, on_ranks
-from round_trip import device as device_name
-from round_trip import inputs as inputs_of
-from round_trip import make_buffer as make_small_buffer
-from round_trip import round_trip
-from test_dispatch_combine import AXES, Case, Inputs, assert_same, make_buffer, make_inputs, pairwise, random_rows, to
-from test_errors import assert_refused, error_of
-from test_experts import uninitialised_memory_is_nan
-from test_faults import hurry
+from lib import dispatch_combine as grid
+from lib.decode import assert_case, check_graphs, run_case, weights_of
+from lib.dispatch_combine import AXES, Case, Inputs, assert_same, make_buffer, make_inputs, pairwise, random_rows, to
+from lib.errors import assert_refused, error_of
+from lib.faults import hurry, operations_so_far
+from lib.round_trip import device as device_name
+from lib.round_trip import inputs as inputs_of
+from lib.round_trip import make_buffer as make_small_buffer
+from lib.round_trip import round_trip
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, decode, float8, reference
 from ep_dispatcher.engines.base import Combined
-from ep_dispatcher.tools.testing import RankPool, device_of, same_bits
+from ep_dispatcher.tools.testing import device_of, same_bits
 
 LIMIT_S = 1.0
 
@@ -31,101 +31,6 @@ RANKS = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2)]
 PAYLOADS = ["rows", "pair", "quantize", "quantize_pow2"]  # those of MXFP8 have a test of their own
 ONLY = {"ranks": RANKS, "num_topk": [1, 3, 8], "layout": ["decode"], "weighted": [False], "payload": PAYLOADS}
 GRID = pairwise({name: ONLY.get(name, axis) for name, axis in AXES.items() if name not in ("alignment", "recv")})
-
-
-def results_of_experts(case: Case, counts: list[int], rows_per_group: int, rank: int) -> Tensor:
-    """Random [num_local_experts, rows_per_group, hidden], NaN where there is no token."""
-    generator = torch.Generator().manual_seed(1000 + rank)
-    y = torch.randn(case.experts_per_rank, rows_per_group, case.hidden, generator=generator).to(case.dtype)
-    for group, count in zip(y, counts):
-        group[count:] = float("nan")
-    return y
-
-
-def weights_of(case: Case, inputs: Inputs, rank: int) -> Tensor:
-    """Random, with zeros and negative ones; NaN where the token has no expert."""
-    idx = inputs.topk_idx[rank]
-    weights = torch.randn(idx.shape, generator=torch.Generator().manual_seed(2000 + rank))
-    weights[::5] = 0
-    return weights.masked_fill(idx < 0, float("nan"))
-
-
-def at_no_multiple_of_16_bytes(x: Tensor) -> Tensor:
-    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
-
-
-def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, options: dict):
-    """Dispatch and combine, then the same with other rows on the cached handle. Unwritten memory is NaN."""
-    device = device_of(engine, rank)
-    torch.set_num_threads(case.threads)
-    quantize, results, handle = case.quantize, [], None
-    with make_buffer(case, engine, inputs.most_tokens) as buffer, uninitialised_memory_is_nan():
-        for x in (inputs.x[rank], again[rank]):
-            x, topk_idx = to(device, x), to(device, inputs.topk_idx[rank].clone()) if handle is None else None
-            if options:
-                x = x.clone() if handle is None else at_no_multiple_of_16_bytes(x)
-            layout = {} if handle else {"layout": "decode"}
-            received = buffer.dispatch(x, topk_idx, quantize=quantize, handle=handle, **layout, **options)
-            if options:
-                x.fill_(float("nan"))
-                if handle is None:
-                    topk_idx.fill_(-1)
-                assert_refused("hook", buffer.dispatch, x, to(device, inputs.topk_idx[rank]))
-                received.hook()
-            handle = received.handle
-            counts = received.tokens_per_expert
-            rows = received.x if isinstance(received.x, tuple) else (received.x,)
-            y = to(device, results_of_experts(case, counts.tolist(), rows[0].shape[1], rank))
-            weights, num_tokens, out = to(device, weights_of(case, inputs, rank)), len(inputs.topk_idx[rank]), None
-            if options:
-                out = torch.empty(num_tokens, case.hidden, dtype=case.dtype, device=device, requires_grad=True)
-            combined = buffer.combine(y, handle, weights=weights, out=out, **options)
-            if options:
-                assert_refused("hook", buffer.combine, y, handle, weights=weights)
-                y.fill_(float("nan"))
-                weights.fill_(float("nan"))
-                combined.hook()
-                combined.hook()  # a second call does nothing
-                assert combined.x is out
-            else:
-                assert received.hook is combined.hook is None
-            assert received.rows_per_expert is counts and counts.dtype == torch.int32
-            assert received.topk_weights is received.topk_idx is combined.topk_weights is None
-            results.append((tuple(rows), counts, combined.x.detach()))
-    torch.set_num_threads(1)
-    return results
-
-
-def expected_of(case: Case, inputs: Inputs, x: list):
-    options = dict(num_experts=case.num_experts, layout="decode")
-    x = [grid.quantized(rows, case.quantize) for rows in x] if case.quantize else x
-    received = reference.dispatch(x, inputs.topk_idx, None, max_tokens_per_rank=inputs.most_tokens, **options)
-    rows_per_group = case.num_ranks * inputs.most_tokens
-    counts = [out.tokens_per_expert.tolist() for out in received]
-    y = [results_of_experts(case, own, rows_per_group, rank) for rank, own in enumerate(counts)]
-    factors = [weights_of(case, inputs, rank) for rank in range(case.num_ranks)]
-    flat = [rows.flatten(0, 1) for rows in y]
-    combined = reference.combine(flat, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
-    return received, [x for x, _ in combined]
-
-
-def assert_case(case: Case, inputs: Inputs, again: list, ranks: list | dict) -> None:
-    """Compare what ``run_case`` returned on these ranks with the definition."""
-    rows_per_group = case.num_ranks * inputs.most_tokens
-    for use, x in enumerate((inputs.x, again)):
-        received, combined = expected_of(case, inputs, x)
-        for rank, results in ranks.items() if isinstance(ranks, dict) else enumerate(ranks):
-            rows, counts, sums = results[use]
-            right = received[rank]
-            assert_same(counts.long(), right.tokens_per_expert, f"rank {rank}: counts")
-            assert_same(sums, combined[rank], f"rank {rank}, use {use}: sums")
-            right_rows = right.x if isinstance(right.x, tuple) else (right.x,)
-            for seen, wanted in zip(rows, right_rows, strict=True):
-                assert seen.shape == (case.experts_per_rank, rows_per_group, wanted.shape[1])
-                for e, count in enumerate(counts.tolist()):
-                    begin = e * rows_per_group
-                    assert_same(seen[e, :count], wanted[begin : begin + count], f"rank {rank}, expert {e}")
-                    assert seen[e, count:].float().isnan().all(), "a row behind the count was written"
 
 
 def check_case(pools, engine: str, case: Case, options: dict) -> None:
@@ -186,12 +91,14 @@ def test_packed_scales(rank, engine, hidden):
     assert plain.stride() == (4 * words * rows_per_group, 1, rows_per_group)
     assert packed.stride() == (words * rows_per_group, 1, rows_per_group)
     assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, words)
-    assert "scales of torch.int32" in error_of(ep.dequantize, out.x)
+    values = ep.dequantize(out.x, torch.float32)
     for e, count in enumerate(out.tokens_per_expert.tolist()):
         assert all(same_bits(*(t[e, :count] for t in pair)) for pair in zip(out.x, same.x, strict=True))
         own = slice(e * rows_per_group, e * rows_per_group + count)
         scales = (packed[e, :count].contiguous().view(torch.uint8).float() - 127).exp2()
         assert_same(to("cpu", (rows[e, :count], scales)), (right_rows[own], right_scales[own]), f"expert {e}")
+        right_values = ep.dequantize((right_rows[own], right_scales[own]), torch.float32)  # they were refused
+        assert same_bits(values[e, :count].cpu(), right_values)
 
 
 @pytest.mark.parametrize("hidden", [1024, 2880])
@@ -216,6 +123,8 @@ def test_scales_of_mxfp8(rank, engine, payload, hidden):
     for e, count in enumerate(out.tokens_per_expert.tolist()):
         own = slice(e * rows_per_group, e * rows_per_group + count)
         assert_same(to("cpu", tuple(t[e, :count] for t in out.x)), tuple(t[own] for t in right), f"expert {e}")
+        right_values = ep.dequantize((right[0][own], right[1][own].view(torch.uint8)))
+        assert same_bits(ep.dequantize(out.x)[e, :count].cpu(), right_values)
 
 
 def of_any_magnitude() -> torch.Tensor:
@@ -304,11 +213,6 @@ def test_sums_go_straight_into_an_output_where_they_can_and_are_copied_elsewhere
 
 def test_an_output_on_another_device_takes_no_sums():
     assert not decode._takes_sums(torch.empty(2, 8, device="meta"), torch.empty(2, 8))
-
-
-def operations_so_far(buffer: ep.Buffer) -> int:
-    engine = buffer._engine
-    return engine._c.epoch if buffer.engine == "cpu" else engine._read_state(engine._state.cpu())[0]
 
 
 @on_ranks(2)
@@ -415,51 +319,6 @@ def test_a_rank_that_is_late_with_its_weights_is_named(rank, ranks_per_node, pha
         with pytest.raises(PeerTimeoutError) as caught:
             buffer.combine(torch.zeros_like(out.x), out.handle, weights=weights_of(case, inputs, rank))
     assert (caught.value.operation, caught.value.phase, caught.value.late_ranks) == ("combine", phase, (1,))
-
-
-def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool, max_tokens: int) -> list[Tensor]:
-    """Capture a dispatch and a combine once, and replay them for every step."""
-    device, results = device_of("cuda", rank), []
-    with make_buffer(case, "cuda", max_tokens) as buffer:
-        given = [t.clone() for t in steps[0].on(rank, device)[:2]]
-        weights = to(device, weights_of(case, steps[0], rank))
-
-        def run() -> Tensor:
-            out = buffer.dispatch(*given, layout="decode", return_hook=hooked)
-            if hooked:
-                out.hook()
-            combined = buffer.combine(out.x, out.handle, weights=weights, return_hook=hooked)
-            if hooked:
-                combined.hook()
-            return combined.x
-
-        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            result = run()
-        for inputs in steps:
-            for tensor, value in zip(
-                (*given, weights), (inputs.x[rank], inputs.topk_idx[rank], weights_of(case, inputs, rank))
-            ):
-                tensor.copy_(value)
-            graph.replay()
-            buffer.check()
-            results.append(result.cpu())
-    return results
-
-
-def check_graphs(pool: RankPool, num_ranks: int, ranks_per_node: int, hooked: bool, max_tokens: int = 32) -> None:
-    case = Case(num_ranks, ranks_per_node, torch.bfloat16, layout="decode", weighted=False, num_topk=3)
-    steps, options = [make_inputs(case, seed) for seed in range(5)], dict(num_experts=case.num_experts, layout="decode")
-    for rank, results in enumerate(pool.run(replay, case, steps, hooked, max_tokens)):
-        for inputs, seen in zip(steps, results, strict=True):
-            received = reference.dispatch(inputs.x, inputs.topk_idx, None, max_tokens_per_rank=max_tokens, **options)
-            factors = [weights_of(case, inputs, source) for source in range(num_ranks)]
-            y = [out.x for out in received]
-            combined = reference.combine(y, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
-            assert_same(seen, combined[rank][0], f"rank {rank}")
 
 
 @pytest.mark.parametrize("hooked", [False, True])

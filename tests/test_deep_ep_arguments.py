@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from deep_ep_case import routed
+from lib.deep_ep_case import routed
 
-from ep_dispatcher.integrations.deep_ep import Buffer, Config
+from ep_dispatcher.integrations.deep_ep import Buffer, Config, destroy_buffers
 from ep_dispatcher.integrations.deep_ep import config as configs
+from ep_dispatcher.integrations.deep_ep.handle import note_missing
 
 MOST, EXPERTS, HIDDEN = 8, 4, 128
 X, BFLOAT16 = torch.ones(3, HIDDEN), torch.bfloat16
@@ -54,7 +55,7 @@ REFUSED = {
         dict(num_experts=0),
     ],
     "low_latency_dispatch": [
-        *(dict(x=x) for x in (torch.zeros(2), X, torch.zeros(MOST + 1, HIDDEN, dtype=BFLOAT16))),
+        *(dict(x=x) for x in (torch.zeros(2), X)),
         dict(x=torch.zeros(3, 520, dtype=BFLOAT16), use_fp8=True),
         dict(topk_idx=torch.zeros(2)),
         dict(num_max_dispatch_tokens_per_rank=0),
@@ -87,14 +88,17 @@ SAID = {
     "get_local_buffer_tensor": dict(use_rdma_buffer=True),
     "dispatch": dict(config=Config()),
     "combine": dict(config=Config()),
-    "low_latency_combine": dict(use_logfmt=True),
+    "low_latency_combine": dict(use_logfmt=True, num_sms=8, comp_signal=torch.zeros(1)),
+    "low_latency_dispatch": dict(round_scale=True),
 }
 
 
 @on_ranks(1)
 def test_every_argument_does_what_its_table_says(rank: int):
-    wrong, lines, patch = [], [], pytest.MonkeyPatch()
+    wrong, lines, notes, patch = [], [], [], pytest.MonkeyPatch()
     patch.setattr(configs.logger, "warning", lambda text, *args: lines.append(text % args))
+    patch.setattr(configs.logger, "info", lambda text, *args: notes.append(text % args))
+    note_missing.cache_clear()
     configs._said.clear()
     x, idx, weights = X.bfloat16(), torch.tensor([[0, 1], [2, -1], [3, 0]]), torch.rand(3, 2)
     buffer = Buffer(dist.group.WORLD, 1, 2, low_latency_mode=True, explicitly_destroy=True, enable_shrink=True)
@@ -102,8 +106,10 @@ def test_every_argument_does_what_its_table_says(rank: int):
     routing = routed(buffer, idx, weights, EXPERTS)
     recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, **routing)
     packed, _, trip, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
-    named = [line.split(" is ")[0].split("of ")[1] for line in lines if "EP_DISPATCHER_DEEP_EP_EXACT" in line]
+    buffer.dispatch(x, **routing)
+    named = [note.split(" of a handle")[0].split("fill ")[1] for note in notes]
     assert named == ["rank_prefix_matrix", "recv_src_info and recv_layout_range"]
+    assert not any("EP_DISPATCHER_DEEP_EP_EXACT" in line for line in lines), "most programs read none of these"
     good = {
         "__init__": dict(group=dist.group.WORLD),
         "set_num_sms": dict(new_num_sms=20),
@@ -155,8 +161,16 @@ def test_every_argument_does_what_its_table_says(rank: int):
     for beside in (dict(num_worst_tokens=99), dict(topk_idx=idx)):
         with pytest.raises(ValueError, match=f"^{next(iter(beside))}: given "):
             buffer.dispatch(x, handle=handle, **beside)
+    lines.clear()
+    configs._said.clear()
+    patch.setattr(Buffer, "_chosen_sms", 6)
+    buffer.dispatch(x, **routing)
+    buffer.low_latency_dispatch(x, idx, MOST, EXPERTS)
+    kept = [line.partition("num_sms: ")[2] for line in lines if "num_sms" in line]
+    assert kept == [f"given 6; memory that was made before keeps {sms} multiprocessors" for sms in (24, 64)]
     with pytest.raises(ValueError, match="^low_latency_mode"):
         Buffer(dist.group.WORLD).low_latency_dispatch(x, idx, MOST, EXPERTS)
     patch.undo()
+    destroy_buffers()
     buffer.destroy()
     assert not wrong

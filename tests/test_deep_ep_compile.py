@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from deep_ep_case import EXPERTS, Case, make_data, opened, routed
+from lib.deep_ep_case import EXPERTS, Case, make_data, opened, routed
 
 from ep_dispatcher.integrations import agree
 from ep_dispatcher.integrations.deep_ep import Buffer

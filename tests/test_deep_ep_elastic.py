@@ -1,21 +1,19 @@
 """``deep_ep.ElasticBuffer`` of DeepEP 2: both layouts against the reference, handles, callers, and what is refused."""
 
 import contextlib
-from dataclasses import replace
 from itertools import product
 
 import conftest
-import deep_ep_case
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_case import EXPERTS, HIDDEN, LOCAL, RANKS, TOPK, Case, environment, install, make_data, on_ranks
+from lib.deep_ep_case import EXPERTS, HIDDEN, LOCAL, RANKS, TOPK, Case, environment, install, make_data, on_ranks
+from lib.deep_ep_elastic import ALIGNMENT, MOST, assert_rows, expected, expected_layer, scaled
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
 from ep_dispatcher.integrations.deep_ep import ElasticBuffer, config
 
-MOST, ALIGNMENT = 24, 16
 LARGEST = torch.iinfo(torch.int32).max
 
 
@@ -30,18 +28,6 @@ def opened(case: Case, rank: int, **options):
         buffer = ElasticBuffer(dist.group.WORLD, **sizes | options)
         yield buffer
         buffer.destroy()
-
-
-def expected(data, rank: int, expand: bool, alignment: int = 1, x=None) -> reference.Dispatched:
-    layout = dict(layout="expert" if expand else "rank", expert_alignment=alignment)
-    return deep_ep_case.expected(data if x is None else replace(data, x=x), rank, **layout)
-
-
-def assert_rows(given, wanted, num_rows: int):
-    """The rows are the reference's, and all later ones are zeros. Pairs compare by bytes."""
-    for one, other in zip(*((t if isinstance(t, tuple) else (t,)) for t in (given, wanted))):
-        one, other = (t.cpu().contiguous().view(len(t), -1).view(torch.uint8) for t in (one, other))
-        assert torch.equal(one[: len(other)], other) and not one[len(other) :].any() and len(one) == num_rows
 
 
 def most_rows(expand: bool) -> int:
@@ -160,23 +146,6 @@ def run_combines(buffer, rank: int, case: Case, data, expand: bool, handle):
 # ---- callers: each makes the calls of its program, with the program's keywords --------------------------------------
 
 
-def scaled(rows, recv_idx, recv_weights, handle):
-    """Experts that multiply by 1, 2, ..., so that a wrong group shows, with weights: from what the handle says."""
-    if recv_idx is not None:
-        return rows * (recv_weights * torch.where(recv_idx >= 0, 1.0 + recv_idx, 0.0)).sum(1, keepdim=True)
-    begin, scale = 0, torch.zeros(len(rows), device=rows.device)
-    for expert, end in enumerate(handle.psum_num_recv_tokens_per_expert.tolist()):
-        scale[begin:end], begin = 1.0 + expert, -(-end // handle.expert_alignment) * handle.expert_alignment
-    return rows * (recv_weights * scale)[:, None]
-
-
-def expected_layer(data, rank: int, x, weights):
-    """The same layer, densely."""
-    idx = data.topk_idx[rank]
-    scales = torch.where(idx >= 0, 1.0 + idx % LOCAL, 0.0)
-    return x * (weights * scales).sum(1, keepdim=True)
-
-
 @on_ranks()
 def test_deepspeed(rank: int, case: Case):
     """As DeepSpeed 0.19.8's autograd functions: a dispatch is the backward of a combine, and the reverse."""
@@ -249,7 +218,7 @@ def test_vllm(rank: int, case: Case):
 
 def run_torchtitan(rank: int, backend: str) -> list[tuple[float, float]]:
     """torchtitan's own backend ``deepep`` in its own trainer, unmodified. Its operators are also made for CPUs."""
-    from torchtitan_case import train
+    from lib.torchtitan_case import train
 
     if backend == "deepep":
         install(rank)
@@ -262,8 +231,8 @@ def run_torchtitan(rank: int, backend: str) -> list[tuple[float, float]]:
 
 def test_torchtitan(pools):
     pytest.importorskip("torchtitan", reason="no torchtitan: .ci/run installs it")
-    for ours, expected in zip(pools(4).run(run_torchtitan, "deepep"), pools(4).run(run_torchtitan, "standard")):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-5, atol=0)
+    for ours, theirs in zip(pools(4).run(run_torchtitan, "deepep"), pools(4).run(run_torchtitan, "standard")):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
 
 
 # ---- streams, and what is refused or has no effect ------------------------------------------------------------------
@@ -294,7 +263,6 @@ MISTAKES = [
     (dict(previous_event=True), "allocate_on_comm_stream: given False"),
     (dict(do_zero_padding=True), "do_zero_padding: given True"),
     (dict(num_experts=0), "num_experts: given 0"),
-    (dict(num_max_tokens_per_rank=1), "x: given 2 tokens"),
     (dict(topk_idx=None), "topk_idx: given NoneType"),
     (dict(expert_alignment=0), "expert_alignment: given 0"),
     (dict(handle=()), "handle: given tuple"),
@@ -336,6 +304,9 @@ def test_refusals_and_hints(rank: int):
                 assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in lines) == 1
             buffer.dispatch(x, handle=handle, num_sms=8)
             assert lines[-1].endswith("num_sms: given 8; memory that was made before keeps 24 multiprocessors")
+            slower = type(buffer)(dist.group.WORLD, num_max_tokens_per_rank=MOST, num_gpu_timeout_secs=7)
+            slower.dispatch(**keywords)
+            assert "num_gpu_timeout_secs: given 7; memory that was made before keeps " in lines[-1]
             for name in REFUSED.split():
                 for owner in (buffer, type(buffer)):
                     with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):
@@ -361,4 +332,4 @@ def test_num_gpu_timeout_secs_is_the_limit(rank: int):
         if rank == 0:
             with pytest.raises(ep.PeerTimeoutError):
                 buffer.barrier(with_cpu_sync=True)
-                buffer.destroy()
+        buffer.destroy()

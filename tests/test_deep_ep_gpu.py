@@ -1,10 +1,14 @@
-"""``deep_ep.Buffer`` on GPUs: CUDA graphs, hosts that wait for nothing, operations in another stream."""
+"""``deep_ep.Buffer`` on GPUs: CUDA graphs, hosts that wait for nothing, other streams, and wrong values in tensors.
+
+Wrong values were device-side asserts, after which the process could not use CUDA any more.
+"""
 
 import pytest
 import torch
 from conftest import on_ranks
-from deep_ep_case import EXPERTS, RANKS, Case, Data, make_data, opened, routed
+from lib.deep_ep_case import EXPERTS, RANKS, Case, Data, make_data, opened, routed
 
+import ep_dispatcher as ep
 from ep_dispatcher import engines
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
@@ -78,13 +82,25 @@ def test_no_host_waits(rank: int) -> None:
     with opened(CASE) as buffer:
         given = given_to(rank, 0)
         asked = (dict(), dict(hook=True), dict(async_finish=True))
+
+        def step_with_copies() -> None:
+            """Values that nothing vouches for: the device compares them."""
+            x, idx, weights = given
+            routing = routed(buffer, idx, weights)
+            routing["is_token_in_rank"] = routing["is_token_in_rank"].clone()
+            buffer.dispatch(x, **routing, num_worst_tokens=RANKS * TOKENS)
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
+            buffer.low_latency_combine(rows, idx.clone(), weights, handle)
+
         for options in asked:
             step(buffer, *given, **options)
+        step_with_copies()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             for options in asked:
                 step(buffer, *given, **options)
+            step_with_copies()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
@@ -115,3 +131,93 @@ def test_weights_of_other_ranks_are_nan(rank: int) -> None:
         is_lost = (idx // (EXPERTS // RANKS) == 1) & ((idx // (EXPERTS // RANKS)) != 1).any(1, keepdim=True)
         assert torch.equal(again, sums) and bool(is_lost.any())
         assert torch.equal(found.isnan(), is_lost) and torch.equal(found[~is_lost], back[~is_lost])
+
+
+def other_experts(idx: torch.Tensor) -> torch.Tensor:
+    """A combine's choices, with one expert that the token was not sent to."""
+    other = idx.clone()
+    other[0, 0] = EXPERTS + 5
+    return other
+
+
+def assert_cuda_lives(device: torch.device) -> None:
+    torch.cuda.synchronize()
+    assert int(torch.ones(8, device=device).sum()) == 8
+
+
+@on_ranks(RANKS)
+def test_a_hand_made_layout_where_the_host_waits(rank: int) -> None:
+    """Rank 0 alone gives it, and gets the error from this dispatch. The buffer stays usable."""
+    with opened(CASE) as buffer:
+        x, idx, weights = given_to(rank, 0)
+        routing = routed(buffer, idx, weights)
+        wanted = buffer.dispatch(x, **routing)[0]
+        if rank == 0:
+            wrong = dict(is_token_in_rank=torch.zeros_like(routing["is_token_in_rank"]))
+            with pytest.raises(ValueError, match="^is_token_in_rank: "):
+                buffer.dispatch(x, **routing | wrong)
+        else:
+            assert torch.equal(buffer.dispatch(x, **routing)[0], wanted)
+        assert torch.equal(buffer.dispatch(x, **routing)[0], wanted)
+        assert_cuda_lives(x.device)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "low_latency_combine", "graph"])
+@on_ranks(RANKS)
+def test_wrong_values_where_no_host_waits(rank: int, operation: str) -> None:
+    """The next operation of rank 0 raises ValueError, the others PeerTimeoutError, and all can begin again."""
+    x, idx, weights = given_to(rank, 0)
+    with opened(CASE) as buffer:
+        expected = step(buffer, x, idx, weights)
+        routing = routed(buffer, idx, weights)
+        in_rank = torch.zeros_like(routing["is_token_in_rank"]) if rank == 0 else routing["is_token_in_rank"]
+        worst = dict(num_worst_tokens=RANKS * TOKENS)
+        if operation == "low_latency_combine":
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, EXPERTS, use_fp8=False)
+            given = other_experts(idx) if rank == 0 else idx
+            sums, _, _ = buffer.low_latency_combine(rows, given, weights, handle)
+            assert bool(sums.isfinite().all())
+        elif operation == "dispatch":
+            buffer.dispatch(x, **routing | dict(is_token_in_rank=in_rank), **worst)
+        else:
+            graph, given = torch.cuda.CUDAGraph(), routing["is_token_in_rank"].clone()
+            hand_made = routing | dict(is_token_in_rank=given)
+            buffer.dispatch(x, **hand_made, **worst)
+            with torch.cuda.graph(graph):
+                buffer.dispatch(x, **hand_made, **worst)
+            graph.replay()
+            given.copy_(in_rank)
+            graph.replay()
+        torch.cuda.synchronize()
+        name = "topk_idx" if operation == "low_latency_combine" else "is_token_in_rank"
+        with pytest.raises(ValueError if rank == 0 else ep.PeerTimeoutError) as raised:
+            buffer.dispatch(x, **routing, **worst)
+            torch.cuda.synchronize()
+            buffer.dispatch(x, **routing, **worst)  # a late rank is found at the next call
+        if rank == 0:
+            raised.match(f"^{name}: ")
+        assert_cuda_lives(x.device)
+    with opened(CASE) as buffer:
+        assert_same(step(buffer, x, idx, weights), expected)
+
+
+@pytest.mark.parametrize("expert", [EXPERTS, -2, 2**62])
+@on_ranks(RANKS)
+def test_experts_that_do_not_exist(rank: int, expert: int) -> None:
+    """get_dispatch_layout counts them as none, and the dispatch refuses them, on the rank that gives them."""
+    with opened(CASE) as buffer:
+        x, idx, weights = given_to(rank, 0)
+        wrong = idx.clone()
+        wrong[3, 1] = expert if rank == 0 else idx[3, 1]
+        routing, plain = routed(buffer, wrong, weights), routed(buffer, wrong.where(wrong != expert, -1), weights)
+        for key in ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"):
+            assert torch.equal(routing[key], plain[key])
+        without = {key: value for key, value in routing.items() if not key.startswith("topk")}
+        for given, name in ((routing, "topk_idx\\[3, 1\\]: "), (without, "topk_idx: ")):
+            if rank == 0:
+                with pytest.raises(ValueError, match=f"^{name}"):
+                    buffer.dispatch(x, **given)
+            else:
+                buffer.dispatch(x, **given)
+        buffer.dispatch(x, **routed(buffer, idx, weights))
+        assert_cuda_lives(x.device)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import conftest
 import pytest
 import torch
-from deep_ep_case import HIDDEN, RANKS, Case, make_data, on_ranks, opened, routed, sent
+from lib.deep_ep_case import HIDDEN, RANKS, Case, make_data, on_ranks, opened, routed, sent
 
 from ep_dispatcher.integrations.deep_ep.handle import _largest, make_items, set_num_rows
 

@@ -1,5 +1,6 @@
 """How programs come to our ``deep_ep``: the launcher, install and uninstall, and the names that they import."""
 
+import functools
 import importlib
 import inspect
 import json
@@ -31,6 +32,11 @@ import beside
 
 assert deep_ep_cpp.is_sm90_compiled() and Buffer.is_sm90_compiled()
 assert deep_ep.ElasticBuffer and deep_ep.EPHandle  # of DeepEP 2, which programs look for
+assert deep_ep.utils.check_nvlink_connections is check_nvlink_connections and deep_ep.buffer.Buffer is Same
+import deep_ep_v25  # the name of DeepEP 2.5 in a package of its own
+from deep_ep_v25.buffers.ep import EPBuffer
+from deep_ep_v25.utils.event import EventOverlap as SameEvent
+assert EPBuffer is deep_ep.EPBuffer is deep_ep_v25.EPBuffer and SameEvent is EventOverlap
 
 def name_of_buffer(queue):
     import deep_ep
@@ -92,6 +98,7 @@ SIGNATURES = {
     "EventHandle.current_stream_wait": "",
     "EventOverlap.__init__": "event=None, extra_tensors=None",
     "EventOverlap.current_stream_wait": "release_handle=False",  # of DeepEP 2, and so are these
+    "EventOverlap.register_hook_after_wait": "hook_after_wait",
     "ElasticBuffer.__init__": "group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, "
     "num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True, "
     "prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300, "
@@ -111,10 +118,46 @@ SIGNATURES = {
     "ElasticBuffer.capture": "",
     "ElasticBuffer.get_logical_domain_size": "",
     "ElasticBuffer.get_physical_domain_size": "",
+    "EventOverlap.wait": "",  # of DeepEP 2.5, and so are these
+    "EPBuffer.__init__": "group, num_bytes=None, num_max_tokens_per_rank=0, hidden=0, num_topk=0, "
+    "use_fp8_dispatch=False, lb_allocation_plan_or_num_bytes=0, deterministic=False, allow_hybrid_mode=True, "
+    "allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=None, num_allocated_qps=0, "
+    "num_cpu_timeout_secs=300, num_gpu_timeout_secs=100, explicitly_destroy=False",
+    "EPBuffer.get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False, "
+    "allow_hybrid_mode=True, allow_multiple_reduction=True",
+    "EPBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+    "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, previous_event=None, "
+    "async_with_compute_stream=False, allocate_on_comm_stream=False, handle=None, do_handle_copy=False, "
+    "do_cpu_sync=None, do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False, "
+    "defer_epilogue=False",
+    "EPBuffer.combine": "x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None, "
+    "async_with_compute_stream=False, allocate_on_comm_stream=False, defer_epilogue=False",
+    "EPBuffer.barrier": "wait_comm_stream=True, with_cpu_sync=False, sequential=True, context_idx=None",
+    "EPBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
+    "sm_read_gbs=0, sm_write_gbs=0",
+    "EPBuffer.get_theoretical_num_qps": "num_sms",
+    "EPBuffer.capture": "",
+    "EPBuffer.destroy": "",
+    "EPBuffer.get_comm_stream": "",
+    "EPBuffer.get_logical_domain_size": "",
+    "EPBuffer.get_physical_domain_size": "",
+}
+# Functions of the module deep_ep, of DeepEP 2.5.
+FUNCTIONS = {
+    "get_physical_domain_size": "group_or_buffer",
+    "get_logical_domain_size": "group_or_buffer, allow_hybrid_mode=None",
+    "destroy_all_managed_nccl_comm": "",
+    "get_num_allocation_alignment": "",
+    "get_num_rdma_alignment": "",
+    "get_num_tma_alignment": "",
+    "comm.barrier": "buffer, wait_comm_stream=True, with_cpu_sync=False, sequential=True, context_idx=None",
+    "comm.get_comm_stream": "buffer",
+    "utils.check_nvlink_connections": "group",
 }
 SIGNATURES |= {f"internode_{name}": SIGNATURES[name] for name in ("dispatch", "combine")}
 STATIC = {"is_sm90_compiled", "set_num_sms", "capture", "get_low_latency_rdma_size_hint"}
 STATIC |= {"get_dispatch_config", "get_combine_config", "ElasticBuffer.get_buffer_size_hint", "ElasticBuffer.capture"}
+STATIC |= {"EPBuffer.get_buffer_size_hint", "EPBuffer.capture"}
 
 
 @pytest.fixture
@@ -127,6 +170,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", [["program.py"], ["-m", "program"]])
 def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder, program):
     paths = os.pathsep.join([str(ROOT), str(folder / "installed")])
@@ -179,9 +223,29 @@ def test_signatures(name):
     function = inspect.getattr_static(getattr(d, owner or "Buffer"), method)
     is_static = isinstance(function, staticmethod)
     parameters = list(inspect.signature(function.__func__ if is_static else function).parameters.values())
-    positional = [p for p in parameters[not is_static :] if p.kind is not p.KEYWORD_ONLY]
-    shown = (p.name if p.default is p.empty else f"{p.name}={p.default}" for p in positional)
-    assert ", ".join(shown) == SIGNATURES[name] and is_static == (name in STATIC)
+    assert shown(parameters[not is_static :]) == SIGNATURES[name] and is_static == (name in STATIC)
+
+
+def shown(parameters: list[inspect.Parameter]) -> str:
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in positional)
+
+
+def test_functions_of_the_module(monkeypatch):
+    """With attribute access alone, as programs of DeepEP 1 call deep_ep.utils.check_nvlink_connections."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    d.install()
+    try:
+        module = importlib.import_module("deep_ep")
+        for name, parameters in FUNCTIONS.items():
+            function = functools.reduce(getattr, name.split("."), module)
+            assert shown(list(inspect.signature(function).parameters.values())) == parameters, name
+        assert module.get_num_allocation_alignment() == 2 << 20
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+    finally:
+        d.uninstall()
 
 
 def test_sizes_and_configs():

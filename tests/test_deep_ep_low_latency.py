@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive
-from deep_ep_case import EXPERTS, LOCAL, RANKS, Case, Data, make_data, on_ranks, opened, routed
+from lib.deep_ep_case import EXPERTS, LOCAL, RANKS, Case, Data, make_data, on_ranks, opened, routed
 from torch import Tensor
 
 import ep_dispatcher as ep

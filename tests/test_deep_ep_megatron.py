@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import exhaustive
-from deep_ep_case import install
-from megatron_layer import (
+from lib.deep_ep_case import install
+from lib.megatron_layer import (
     Layout,
     assert_agree,
     device,

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive, on_ranks
-from deep_ep_case import Case as DeepCase
-from deep_ep_case import environment, make_data
+from lib.deep_ep_case import Case as DeepCase
+from lib.deep_ep_case import environment, make_data
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import device_of, make_routing, same_bits
@@ -169,7 +169,7 @@ def test_deep_ep_gives_the_same_bits(rank, engine, exact, defaults):
 
 
 def both_of_megatron(rank: int, defaults) -> list[str]:
-    from megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
+    from lib.megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
 
     use_layout(Layout(ep=2))
     layer = make_layer(make_config())
@@ -187,6 +187,6 @@ def both_of_megatron(rank: int, defaults) -> list[str]:
 
 @defaults("bfloat16", "float64")
 def test_a_megatron_layer_gives_the_same_bits(defaults):
-    from megatron_layer import megatron_pool  # skips without megatron-core
+    from lib.megatron_layer import megatron_pool  # skips without megatron-core
 
     assert megatron_pool(2).run(both_of_megatron, defaults) == [[], []]

@@ -49,6 +49,7 @@ def run_as_file(*arguments: str, hide: tuple[str, ...] = ()) -> subprocess.Compl
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.exhaustive
 def test_here_a_buffer_can_be_made(monkeypatch):
     result = run_as_file()
     assert result.returncode == 0 and "ok  self-test" in result.stdout and not result.stderr, result.stdout
@@ -61,7 +62,7 @@ def test_json_says_the_same_as_the_text():
     printed = json.loads(run_as_file("--json", "--no-run").stdout)
     assert [finding["what"] for finding in printed["findings"]] == [finding["what"] for finding in result["findings"]]
     assert printed["used"] == result["used"] and printed["ok"] is result["ok"] is True
-    text = doctor.as_text(result)
+    text = doctor.as_text(result, everything=True)
     for finding in result["findings"]:
         assert all(finding[key] in text for key in ("what", "found", "matters", "fix"))
         assert finding["found"] and (finding["state"] == "ok" or (finding["matters"] and finding["fix"]))
@@ -90,6 +91,71 @@ def test_versions(monkeypatch, what, version, state):
         monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(metadata, "version", lambda name: version or not_installed(name))
     assert found(what).state == state and (version or "") in found(what).found
+
+
+def test_one_remedy_for_transformer_engine(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
+    finding = found("Transformer Engine")
+    assert "register()" in finding.fix and "pip install" not in finding.fix and "register()" not in finding.found
+
+
+@pytest.mark.parametrize("path", ["/opt/cuda/bin/nvcc", None])
+def test_the_remedy_for_the_cuda_module_depends_on_nvcc(monkeypatch, tmp_path, path):
+    monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "ep_dispatcher")
+    nvcc = SimpleNamespace(find=lambda: path, FIX="install it", PLACES="PATH")
+    load = doctor._load
+    monkeypatch.setattr(doctor, "_load", lambda name: nvcc if name == "tools/nvcc" else load(name))
+    fix = found("compiled module cuda").fix
+    assert "EP_DISPATCHER_CUDA=1" in fix and ("install it" in fix) == (path is None) and (path or "") in fix
+    if path is None:
+        assert found("nvcc").fix == "install it"
+
+
+def test_what_is_of_no_use_here_is_not_shown(monkeypatch):
+    """On a machine for CPUs the report fits on a screen."""
+    result = doctor.report(run=False)
+    result["uses_here"] = [""]
+    text = doctor.as_text(result)
+    shown = [finding["what"] for finding in result["findings"] if f"  {finding['what']} " in text]
+    assert shown == [finding["what"] for finding in result["findings"] if not finding["use"]]
+    assert "PyTorch" in shown and "NVLink" not in shown and "--all" in text and len(text.splitlines()) <= 24
+    assert "--all" not in doctor.as_text(result, everything=True)
+
+
+def test_uses_of_a_machine(monkeypatch):
+    def uses(**findings: tuple[str, str]) -> set[str]:
+        known = {"GPUs": ("optional", "none"), "megatron_core": ("optional", "not installed")}
+        known |= {f"compiled module {engine}": ("ok", "") for engine in ("cpu", "cuda")}
+        known |= {"compiled module nvshmem": ("optional", "not built")} | findings
+        use = {"compiled module cuda": doctor.GPUS, "compiled module nvshmem": doctor.NVSHMEM}
+        named = {name.replace("_", "-"): values for name, values in known.items()}
+        made = [doctor.Finding(name, *values, use=use.get(name, "")) for name, values in named.items()]
+        return doctor.uses_here(made) - {""}
+
+    assert uses() == set()
+    assert uses(GPUs=("ok", "8 x H200")) == {doctor.GPUS}
+    assert uses(GPUs=("optional", "nvidia-smi lists GPUs, but ...")) == {doctor.GPUS}
+    assert uses(megatron_core=("ok", "megatron-core 0.16.1")) == {doctor.MEGATRON}
+    assert uses(**{"compiled module cpu": ("error", "not built")}) == {doctor.BUILDING}
+    assert uses(**{"compiled module cuda": ("optional", "not built")}) == set()
+    with_gpu = {"GPUs": ("ok", "8 x H200"), "compiled module cuda": ("optional", "not built")}
+    assert uses(**with_gpu) == {doctor.GPUS, doctor.BUILDING}
+    assert uses(**{"compiled module nvshmem": ("ok", "")}) == {doctor.NVSHMEM}
+    monkeypatch.setenv("EP_DISPATCHER_WIRE", "nvshmem")
+    assert doctor.NVSHMEM in uses()
+
+
+BESIDE_TRITON = [("0.18.2", False, "ok"), ("0.19.2", True, "ok"), ("0.19.2", False, "optional")]
+
+
+@pytest.mark.parametrize("version, has_triton, state", BESIDE_TRITON)
+def test_megatron_without_triton(monkeypatch, version, has_triton, state):
+    """0.19 imports Triton and does not require it: beside a PyTorch for CPUs what pip installs cannot be imported."""
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if has_triton else None)
+    found_it = found("megatron-core")
+    assert found_it.state == state and version in found_it.found
+    assert ("pip install triton" in found_it.found) is (state != "ok")
 
 
 def test_a_probe_that_dies_is_a_finding(monkeypatch):
@@ -139,9 +205,9 @@ def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "ep_dispatcher")
     doctor.PACKAGE.mkdir()
     (doctor.PACKAGE / "_C_cpu.pyi").touch()  # the stub
-    assert found("compiled module cpu").found == "not built"
+    assert found("compiled module cpu").found == f"not built in {doctor.PACKAGE}"
     (doctor.PACKAGE / "_C_cpu.cpython-27-x86_64-linux-gnu.so").write_bytes(b"")
-    assert found("compiled module cpu").found.startswith("built only for another Python: _C_cpu.cpython-27")
+    assert found("compiled module cpu").found.startswith("built only for another Python than this ")
     (doctor.PACKAGE / "_C_cpu.abi3.so").write_bytes(b"no library")
     finding = found("compiled module cpu")
     assert finding.state == "error" and "ImportError" in finding.found

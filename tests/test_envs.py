@@ -1,5 +1,5 @@
 import pytest
-from test_errors import assert_refused
+from lib.errors import assert_refused
 
 from ep_dispatcher import envs
 
@@ -8,12 +8,12 @@ SWITCHES = {switch.name.removeprefix("EP_DISPATCHER_"): switch for switch in env
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (*(switch.name for switch in envs.SWITCHES), *envs.REMOVED):
-        monkeypatch.delenv(name, raising=False)
+    for switch in envs.SWITCHES:
+        monkeypatch.delenv(switch.name, raising=False)
 
 
 def test_defaults():
-    assert [switch() for switch in envs.SWITCHES] == ["auto", None, 100.0, "auto", None, False, None, False]
+    assert [switch() for switch in envs.SWITCHES] == ["auto", None, 100.0, "auto", False, None, False]
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,6 @@ def test_defaults():
         ("RANKS_PER_NODE", "4", 4),
         ("TIMEOUT_S", "0.5", 0.5),
         ("WIRE", "peer", "peer"),
-        ("WIRE", "nvshmem-puts", "nvshmem-puts"),
-        ("WIRE_GBPS", "50", 50.0),
         ("TRACE", "1", True),
         ("TRACE", "0", False),
     ],
@@ -40,8 +38,7 @@ WRONG = {
     "ENGINE": ["gpu", "CPU"],
     "RANKS_PER_NODE": ["0", "two"],
     "TIMEOUT_S": ["0", "inf", "nan", "1e10"],
-    "WIRE": ["ib"],
-    "WIRE_GBPS": ["0"],
+    "WIRE": ["ib", "nvshmem-puts"],
     "TRACE": ["yes"],
     "MAX_TOKENS_PER_RANK": ["0"],
     "DEEP_EP_EXACT": ["yes"],
@@ -52,14 +49,6 @@ WRONG = {
 def test_a_wrong_value_is_refused(monkeypatch, name, text):
     monkeypatch.setenv(SWITCHES[name].name, text)
     assert repr(text) in assert_refused(SWITCHES[name].name, SWITCHES[name])
-
-
-@pytest.mark.parametrize("name", envs.REMOVED)
-def test_a_removed_switch_is_refused_with_what_replaces_it(monkeypatch, name):
-    envs.refuse_removed()
-    monkeypatch.setenv(name, "1")
-    assert envs.REMOVED[name] in assert_refused(name, envs.refuse_removed)
-    assert name not in envs.unknown()
 
 
 @pytest.mark.parametrize(
@@ -75,3 +64,14 @@ def test_a_removed_switch_is_refused_with_what_replaces_it(monkeypatch, name):
 def test_unknown_switches_are_found_and_the_nearest_by_what_differs(monkeypatch, name, nearest):
     monkeypatch.setenv(f"EP_DISPATCHER_{name}", "1")
     assert f"EP_DISPATCHER_{name}" in envs.unknown() and envs.nearest(f"EP_DISPATCHER_{name}") == nearest
+
+
+def test_an_unknown_switch_is_warned_of_once(monkeypatch, caplog):
+    """A switch that was misspelt, or is none any more, would otherwise be ignored in silence."""
+    monkeypatch.setenv("EP_DISPATCHER_ENGIN", "cpu")
+    envs.warn_of_unknown.cache_clear()
+    envs.warn_of_unknown()
+    envs.warn_of_unknown()
+    (record,) = caplog.records
+    assert "EP_DISPATCHER_ENGIN is set" in record.getMessage() and "EP_DISPATCHER_ENGINE" in record.getMessage()
+    envs.warn_of_unknown.cache_clear()

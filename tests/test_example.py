@@ -1,17 +1,22 @@
 """The example in ``examples/`` as a user runs it: a process of its own, judged by its exit code, output and JSON."""
 
+import fcntl
 import importlib
 import json
+import logging
 import math
 import os
 import statistics
+import struct
 import subprocess
 import sys
+import termios
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import exhaustive, on
+from conftest import on
 
 from ep_dispatcher import engines
 
@@ -47,6 +52,7 @@ def arguments(example, monkeypatch, tmp_path):
     return parse
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
 def test_check_agrees_with_the_dense_model(device):
     done = run_example("--check", "--steps", "3", "--device", device)
@@ -54,9 +60,10 @@ def test_check_agrees_with_the_dense_model(device):
     assert "\nAGREE" in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "device, dtype",
-    [exhaustive("cpu", "float32"), on("cpu", "bfloat16"), on("cuda", "float32"), on("cuda", "bfloat16")],
+    [("cpu", "float32"), on("cpu", "bfloat16"), on("cuda", "float32"), on("cuda", "bfloat16")],
 )
 def test_short_training_writes_figures_and_chart(device, dtype, tmp_path):
     steps, layers, ranks, num_topk = 25, 2, 4, 2
@@ -64,6 +71,7 @@ def test_short_training_writes_figures_and_chart(device, dtype, tmp_path):
     options = f"--device {device} --dtype {dtype} --ranks {ranks} --steps {steps} --sample-bytes 8 --out".split()
     done = run_example(*TINY, *options, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert device == "cuda" or done.stderr == "", "no bar outside of a terminal, and no line of another library"
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["config"]["device"] == device and report["config"]["dtype"] == dtype
     assert (report["machine"]["device"] == "CPU") is (device == "cpu")
@@ -109,7 +117,7 @@ def test_wrong_arguments_are_named(args, arguments, capsys):
 def test_without_a_gpu_it_takes_the_cpu_and_says_why(arguments, example):
     args, config = arguments()
     assert (args.device, args.why_cpu, args.ranks, args.ranks_per_node) == ("cpu", "PyTorch finds no GPU", 4, 2)
-    assert (args.minutes, args.steps, args.batch, args.lr) == (2.3, 1500, 4, 5e-3)
+    assert (args.steps, args.batch, args.lr) == (750, 4, 5e-3)
     assert (config.hidden, config.num_experts, config.num_topk, config.dtype) == (128, 16, 2, torch.float32)
     assert example("moe_lm.device").prepare_ranks("cpu", 4) == "gloo"
 
@@ -125,7 +133,7 @@ def test_with_gpus_it_takes_all_of_them_and_a_larger_model(
     args, config = arguments(gpus=gpus)
     assert (args.device, args.why_cpu, args.ranks, args.ranks_per_node) == ("cuda", "", ranks, ranks)
     assert (config.hidden, config.num_experts, config.dtype) == (1024, experts, torch.bfloat16)
-    assert args.minutes == 2.3 and args.steps == 1500 * 2048 // (ranks * 8 * 256)
+    assert args.steps == 1500 * 2048 // (ranks * 8 * 256)
     assert example("moe_lm.device").prepare_ranks("cuda", ranks) == (backend or "cpu:gloo,cuda:nccl")
 
 
@@ -145,6 +153,84 @@ def test_given_sizes_win_on_gpus(arguments, given, expected):
     args, config = arguments(*given.split(), gpus=2)
     found = vars(args) | vars(config)
     assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 19, 20, 21, 39, 750, 10_001])
+def test_a_run_prints_a_bounded_number_of_lines(example, num_steps):
+    is_line_due = example("moe_lm.progress").is_line_due
+    lines = [step for step in range(1, num_steps + 1) if is_line_due(step, num_steps)]
+    assert lines[0] == 1 and lines[-1] == num_steps and len(lines) <= 22
+    assert len(lines) >= min(num_steps, 10)
+
+
+@pytest.mark.parametrize("columns, terminal", [(100, True), (100, False)])
+def test_a_terminal_shows_a_bar_with_steps_loss_speed_and_time(example, monkeypatch, capsys, columns, terminal):
+    pytest.importorskip("tqdm", reason="the bar needs tqdm, of the extra examples")
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(slave, "w") as screen, open(master, "rb", buffering=0) as seen:
+        if terminal:
+            monkeypatch.setattr(sys, "stderr", screen)
+        with example("moe_lm.progress").Progress(3, 1000, shows=True) as progress:
+            for step in range(3):
+                progress.step(4.25 - step, seconds=0.5)
+                progress.say(f"line {step}")
+        screen.write("end")
+        screen.flush()
+        shown = seen.read(100_000).decode()
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["line 0", "line 1", "line 2"] and said.err == ""
+    assert ("|" in shown) == terminal
+    if terminal:
+        assert all(words in shown for words in ("3 of 3 steps", "2.25 bits per byte", "2,000 tokens/s", "left"))
+
+
+def test_other_ranks_show_nothing(example, capsys):
+    with example("moe_lm.progress").Progress(3, 1000, shows=False) as progress:
+        progress.step(4.25, seconds=0.5)
+        progress.say("a line")
+    assert capsys.readouterr() == ("", "")
+
+
+def short_report(steps: int) -> dict:
+    """A report by Recorder.write of so many steps, as far as a chart reads it."""
+    loss = [8.0 / step for step in range(1, steps + 1)]
+    return {
+        "training_bits_per_byte": loss,
+        "held_out": [{"step": steps, "bits_per_byte": loss[-1]}],
+        "tokens_per_expert": {"counts": [[[1, 2, 3, 4]]] * steps},
+        "final": {f"{name}_bits_per_byte": 4.0 for name in ("held_out", "unigram", "bigram")},
+        "config": {"ranks": 2},
+    }
+
+
+@pytest.mark.parametrize("steps, width", [(1, 1), (2, 1), (3, 1), (25, 1), (60, 3), (200, 9), (750, 21), (5000, 21)])
+def test_the_chart_of_few_steps_shows_each_of_them(example, tmp_path, steps, width):
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="a chart needs matplotlib, of the extra examples")
+    charts = example("moe_lm.charts")
+    assert charts.smoothing_width(steps) == width
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        charts.draw(short_report(steps), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.WARNING)  # that it looks for fonts
+    axes = pyplot.figure().subplots()
+    charts.draw_losses(axes, short_report(steps))
+    training = [line for line in axes.lines if line.get_label().startswith("training")]
+    ticks = [tick == int(tick) for tick in axes.get_xticks()]
+    pyplot.close("all")
+    assert len(training) == 1 and len(training[0].get_xdata()) == steps and all(ticks)
+    assert (training[0].get_label() == "training") == (width == 1)
+    # One step is a dot, and no line of no length.
+    assert training[0].get_marker() == ("." if steps <= charts.FEW_STEPS else "")
+
+
+def test_the_verdict_names_the_steps(example):
+    recorder = example("moe_lm.report").Recorder(False, 1000, 4.7, 3.67)
+    for held_out, verdict in ((3.6, "LEARNED: 3.60"), (3.7, "NOT ENOUGH: 3.70 bits per byte after 1,200 steps")):
+        recorder.final = dict(held_out_bits_per_byte=held_out, bigram_bits_per_byte=3.67, steps=1200)
+        assert recorder.verdict().startswith(verdict)
+    assert recorder.verdict().endswith("more --steps")
 
 
 def test_the_first_steps_do_not_count(example):

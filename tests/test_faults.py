@@ -1,26 +1,40 @@
 """Ranks that come late and ranks that die: the others say who, in time, leave nothing behind and can go on."""
 
 import os
-import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from conftest import ENGINES, exhaustive, on, on_ranks
-from round_trip import check_new_buffer, device, inputs, make_buffer, outputs, round_trip
+from lib.faults import (
+    LIMIT_S,
+    LONG_S,
+    SLACK_S,
+    Death,
+    act_in,
+    assert_given_up,
+    assert_names,
+    assert_nothing_left,
+    die_in,
+    hurry,
+    is_running,
+    make_hasty_buffer,
+    mappings,
+    meet,
+    number_of_files_and_threads,
+    settles,
+    store_on_rank_0,
+    tell,
+    wait_for,
+)
+from lib.round_trip import check_new_buffer, device, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankPool
 
-LIMIT_S = 3.0
-SLACK_S = 20.0  # how much later than the limit an error may come on a loaded machine
-LONG_S = 120.0  # limit of whatever should not fail, however slow the machine is
 NUM_RANKS = 4
 
 
@@ -31,80 +45,7 @@ def here(cases: list[tuple], others: list[tuple] = ()) -> list:
     ]
 
 
-def default_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def tell(key: str, value: str = "") -> None:
-    default_store().set(key, value)
-
-
-def wait_for(*keys: str) -> None:
-    """Wait until other ranks have told these."""
-    default_store().wait(list(keys), timedelta(seconds=LONG_S))
-
-
-def meet(name: str) -> None:
-    """Wait for all ranks. The store is no rank's: ranks that die behind this do not disturb those still in it."""
-    tell(f"{name}/{dist.get_rank()}")
-    wait_for(*(f"{name}/{rank}" for rank in range(dist.get_world_size())))
-
-
-@contextmanager
-def store_on_rank_0(host: str = "127.0.0.1") -> Iterator[None]:
-    """What this rank makes meanwhile asks a store that rank 0 hosts, as without torchrun. It has nobody else's keys."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = [store and store.port]
-    dist.broadcast_object_list(port)
-    store = store or dist.TCPStore(host, port[0], is_master=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-        yield
-
-
-def make_hasty_buffer(**changes) -> ep.Buffer:
-    """Make a buffer whose first operations have time. ``hurry`` sets the limit; on GPUs it must be set here."""
-    return make_buffer(**(dict(timeout_s=LIMIT_S if changes.get("engine") == "cuda" else LONG_S) | changes))
-
-
-def hurry(buffer: ep.Buffer, timeout_s: float = LIMIT_S) -> None:
-    """Give all further operations this limit, and begin them together with the other ranks."""
-    if buffer.engine == "cpu":
-        buffer._engine._config = replace(buffer._engine._config, timeout_s=timeout_s)
-    meet(f"hurry/{buffer.id}")
-
-
 # ---- what is left in this process -----------------------------------------------------------------------------------
-
-
-def mappings() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ep_dispatcher" in line]
-
-
-def open_files() -> list[str]:
-    files = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            files.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            pass  # that of the listing itself
-    return files
-
-
-def assert_nothing_left() -> None:
-    assert not mappings() and not [name for name in open_files() if "memfd:ep_dispatcher" in name]
-
-
-def number_of_files_and_threads() -> tuple[int, int]:
-    return len(open_files()), len(os.listdir("/proc/self/task"))
-
-
-def settles(measure, at_most) -> bool:
-    """Whether every number that ``measure`` returns comes down; connections and threads end in the background."""
-    deadline = time.monotonic() + LONG_S / 2
-    while any(n > limit for n, limit in zip(measure(), at_most)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(n > limit for n, limit in zip(measure(), at_most))
 
 
 @contextmanager
@@ -116,13 +57,6 @@ def pool_that_leaves_nothing() -> Iterator[RankPool]:
     assert not any(map(is_running, pool.pids))
     new = set(os.listdir("/dev/shm")) - names
     assert not [name for name in new if "ep_dispatcher" in name or any(str(pid) in name for pid in pool.pids)]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 # ---- what survivors do ----------------------------------------------------------------------------------------------
@@ -152,31 +86,6 @@ def expect_timeout(operations) -> ep.PeerTimeoutError:
     raise AssertionError("no operation noticed it")
 
 
-def assert_names(error: ep.PeerTimeoutError, rank: int, victim: int, epochs: list[int]) -> None:
-    assert error.epoch in epochs
-    assert error.operation == ("dispatch" if error.epoch % 2 else "combine")
-    assert error.phase and error.rank == rank and error.late_ranks == (victim,)
-    assert 0 <= error.waited_s < LIMIT_S + SLACK_S
-    for words in (
-        f"{error.operation}, epoch {error.epoch}, phase '{error.phase}'",
-        f"rank {rank} waited {error.waited_s:.1f} s for rank {victim}.",
-        "destroy() this buffer",
-    ):
-        assert words in str(error)
-    copy = pickle.loads(pickle.dumps(error))
-    assert str(copy) == str(error) and vars(copy) == vars(error)
-
-
-def assert_given_up(buffer: ep.Buffer, error: ep.PeerTimeoutError) -> None:
-    """Every further operation says the same at once."""
-    rank = buffer.topology.rank
-    for operation in (buffer.dispatch, lambda *args: ep.dispatch(buffer, *args)):
-        started = time.monotonic()
-        with pytest.raises(ep.PeerTimeoutError) as again:
-            operation(*inputs(rank, device=device(buffer)))
-        assert time.monotonic() - started < LIMIT_S - 0.5 and str(again.value) == str(error)
-
-
 # ---- a rank that is late --------------------------------------------------------------------------------------------
 
 
@@ -186,14 +95,18 @@ def assert_given_up(buffer: ep.Buffer, error: ep.PeerTimeoutError) -> None:
         [
             ("cpu", 4, 1, "dispatch"),
             ("cpu", 2, 3, "combine"),
-            ("cpu", 1, 2, "dispatch"),
             ("cuda", 4, 1, "dispatch"),
             ("cuda", 4, 1, "combine"),
             ("cuda", 2, 3, "dispatch"),
             ("cuda", 2, 0, "combine"),
             ("cuda", 1, 2, "dispatch"),
         ],
-        others=[("cpu", 4, 1, "combine"), ("cpu", 2, 3, "dispatch"), ("cpu", 1, 2, "combine")],
+        others=[
+            ("cpu", 1, 2, "dispatch"),
+            ("cpu", 4, 1, "combine"),
+            ("cpu", 2, 3, "dispatch"),
+            ("cpu", 1, 2, "combine"),
+        ],
     ),
 )
 @on_ranks(NUM_RANKS)
@@ -229,42 +142,6 @@ def test_a_late_rank_is_named_by_all_others(rank, engine, ranks_per_node, victim
 # ---- a rank that dies -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Death:
-    """Where a rank dies: before its n-th call of a step of the compiled engine, or before an operation begins."""
-
-    operation: str
-    step: str = "begin"
-    call: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.operation}-{self.step}" + f"{self.call}" * (self.call > 1)
-
-
-class ActsIn:
-    """The compiled engine of one rank, which calls ``act()`` before the n-th call of a step."""
-
-    def __init__(self, engine, step: str, act: Callable[[], object], call: int = 1):
-        self._engine, self._step, self._act, self._left = engine, step, act, call
-
-    def __getattr__(self, name: str):
-        step = getattr(self._engine, name)
-        if name != self._step:
-            return step
-
-        def counted(*args):
-            self._left -= 1
-            if self._left == 0:
-                self._act()
-            return step(*args)
-
-        return counted
-
-
-def dies_in(engine, death: Death) -> ActsIn:
-    return ActsIn(engine, death.step, lambda: os.kill(os.getpid(), signal.SIGKILL), death.call)
-
-
 def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_per_node: int) -> bool:
     assert_nothing_left()
     before = number_of_files_and_threads()
@@ -275,7 +152,7 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
         next(operations)
     hurry(buffer)
     if rank == victim:
-        buffer._engine._c = dies_in(buffer._engine._c, death)
+        die_in(buffer, death)
     elif death.step == "begin":
         assert settles(lambda: [is_running(pid)], [False])  # its connections are closed
     error = expect_timeout(operations)
@@ -303,13 +180,9 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
     here(
         [
             ("cpu", 4, 3, Death("dispatch", "stage")),
-            ("cpu", 4, 1, Death("dispatch", "count")),
             ("cpu", 4, 0, Death("combine")),
-            ("cpu", 4, 3, Death("combine", "push")),
-            ("cpu", 2, 0, Death("dispatch", "counts_arrived")),
             ("cpu", 2, 1, Death("dispatch", "pull", 2)),
             ("cpu", 2, 3, Death("combine", "reduce")),
-            ("cpu", 1, 3, Death("dispatch")),
             ("cpu", 1, 1, Death("dispatch", "outgoing_lists", 2)),
             ("cpu", 1, 2, Death("combine", "sum")),
             ("cuda", 4, 0, Death("dispatch", "prepare")),
@@ -321,6 +194,10 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
         ],
         others=[
             ("cpu", 4, 0, Death("dispatch")),
+            ("cpu", 4, 3, Death("combine", "push")),
+            ("cpu", 1, 3, Death("dispatch")),
+            ("cpu", 2, 0, Death("dispatch", "counts_arrived")),
+            ("cpu", 4, 1, Death("dispatch", "count")),
             ("cpu", 4, 2, Death("dispatch", "pull")),
             ("cpu", 4, 1, Death("combine", "sum")),
             ("cpu", 2, 3, Death("dispatch")),
@@ -355,7 +232,8 @@ def die_together(rank: int, ranks_per_node: int) -> None:
     buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LONG_S)
     round_trip(buffer)
     assert mappings()
-    buffer._engine._c = ActsIn(dies_in(buffer._engine._c, Death("dispatch", "stage")), "stage", lambda: meet("die"))
+    die_in(buffer, Death("dispatch", "stage"))
+    act_in(buffer, "stage", lambda: meet("die"))
     for _ in rounds(buffer):
         pass
 

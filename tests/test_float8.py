@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 import torch
-from test_errors import assert_refused
+from conftest import sparsely
+from lib.errors import assert_refused
 
 import ep_dispatcher as ep
+from ep_dispatcher import float8
 from ep_dispatcher.tools.testing import same_bits
 
 PAIR = ep.quantize(torch.randn(4, 256))
@@ -30,6 +32,9 @@ def test_quantize_refuses(x):
         (PAIR.rows[:, :100], PAIR.scales),
         (PAIR.rows[:, :130], PAIR.scales[:, :1]),
         (PAIR.rows.view(torch.int8), PAIR.scales),
+        (PAIR.rows, torch.zeros(4, 1).int()),  # 256 entries have scales of no whole integer
+        (PAIR.rows, torch.zeros(4, 2, 1).int()),
+        (PAIR.rows, PAIR.scales.long()),
         (PAIR.rows.float(), PAIR.scales),
         (PAIR.rows[0, 0], PAIR.scales[0, 0]),
         torch.zeros(2, 128),
@@ -83,7 +88,15 @@ def test_scales_of_mxfp8():
     assert same_bits(ep.dequantize(ep.quantize(found, "mxfp8"), torch.float32)[:-3], found[:-3])  # once more: exact
 
 
-@pytest.mark.parametrize("hidden, kind", [*itertools.product((256, 300), KINDS)])
+@pytest.mark.parametrize("hidden, kind", [(512, KINDS[1]), (1536, KINDS[1]), (512, "mxfp8"), (16, "mxfp8")])
+def test_packed_scales(hidden, kind):
+    """Those of decode layout, which were refused: four exponents in an int32, rows beside each other in memory."""
+    rows, scales = pair = ep.quantize(torch.randn(3, 5, hidden).bfloat16(), kind)
+    packed = scales.view(torch.int32) if kind == "mxfp8" else float8.packed_exponents(scales)
+    assert same_bits(ep.dequantize((rows, float8.column_major(packed))), ep.dequantize(pair))
+
+
+@pytest.mark.parametrize("hidden, kind", sparsely(itertools.product((256, 300), KINDS)))
 def test_compiled_whole(hidden, kind):
     """One graph for any number of rows."""
 

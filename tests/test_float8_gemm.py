@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import exhaustive
-from test_activations import FAMILIES
-from test_grouped_gemm import ROWS_BEHIND, groups
+from lib.activations import FAMILIES
+from lib.grouped_gemm import ROWS_BEHIND, groups
 
 import ep_dispatcher as ep
 from ep_dispatcher.moe import float8_gemm, grouped_gemm

@@ -4,14 +4,17 @@ import json
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
-from conftest import on_ranks
-from round_trip import device, inputs, make_buffer, round_trip
-from test_errors import assert_refused
-from test_faults import ActsIn, tell, wait_for
+from conftest import exhaustive, on_ranks
+from lib.errors import assert_refused
+from lib.faults import act_in, operations_so_far, tell, wait_for
+from lib.round_trip import device, inputs, make_buffer, round_trip
 
 import ep_dispatcher as ep
+from ep_dispatcher.engines.cpu import rail
+from ep_dispatcher.engines.cpu.waiter import Message
 from ep_dispatcher.engines.faults import GRACE_S, follow_chain
 from ep_dispatcher.tools.testing import same_bits
 
@@ -43,11 +46,51 @@ def test_a_store_that_hangs_does_not_hang_the_rank():
     assert time.monotonic() - begin < GRACE_S + 60  # the store hangs for an hour
 
 
+def test_a_message_that_gloo_does_not_give_up_is_given_up(monkeypatch):
+    """The owner of a message waited for as long as gloo did, whatever its deadline."""
+    monkeypatch.setattr(rail, "_STUCK_S", 0.3)
+    ends = threading.Event()
+    work = SimpleNamespace(wait=lambda limit: ends.wait(60))
+    mine, begin = rail.Rail(None, (5,), 0, timeout_s=1), time.monotonic()
+    message = Message(work, "sums between nodes", 0, memoryview(bytearray(8)), deadline=begin + 0.2)
+    with pytest.raises(rail.RailLate) as caught:
+        mine._finish(message, is_near=False)
+    assert caught.value.rank == 5 and 0.5 <= time.monotonic() - begin < 30
+    ends.set()
+    mine.abort()
+
+
 def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     words = {"1": word([3]), "2": word([1, 5])}  # 0 waits for 1 and 2; these say for whom they wait themselves
     store = Words(words)
     assert follow_chain(store, 0, [1, 2]).late_ranks == [3, 5]
     assert json.loads(store["0"])["waits"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "",
+        "[]",
+        "{",
+        "[" * 10_000,
+        "3",
+        *(
+            json.dumps({**json.loads(word([3])), field: other})
+            for field in json.loads(word([]))
+            for other in (None, {})
+        ),
+        word([-1]),
+        word(["3"]),
+        word([1.5]),
+        word([3] * 100_000),
+        json.dumps(json.loads(word([3])) | {"more": 1}),
+    ],
+)
+def test_what_is_no_report_is_said_and_not_followed(report):
+    """Whoever can connect to the store can write there."""
+    chain = follow_chain(Words({"1": report}), 0, [1])
+    assert chain.late_ranks == [1] and "is no report of rank 1" in chain.reason and len(chain.reason) < 300
 
 
 def test_ranks_of_this_node_name_the_others_of_a_late_one():
@@ -91,7 +134,7 @@ def lack_memory() -> None:
     raise MemoryError("no memory")
 
 
-@pytest.mark.parametrize("ranks_per_node", [3, 1])
+@pytest.mark.parametrize("ranks_per_node", [3, exhaustive(1)])
 @on_ranks(3, fresh=True)
 def test_only_the_rank_that_gave_up_is_blamed_and_at_once(rank, engine, ranks_per_node):
     with make_buffer(ranks_per_node=ranks_per_node, engine=engine, timeout_s=100) as buffer:
@@ -99,7 +142,7 @@ def test_only_the_rank_that_gave_up_is_blamed_and_at_once(rank, engine, ranks_pe
         buffer.dispatch(*given)
         buffer.check()
         if rank == 1:
-            buffer._engine._c = ActsIn(buffer._engine._c, "pull", lack_memory)  # the last step of a dispatch
+            act_in(buffer, "pull", lack_memory)  # the last step of a dispatch
         if rank == 2:
             time.sleep(1.5)  # slower than the others, and nothing worse
 
@@ -142,11 +185,11 @@ def test_other_threads_run_while_a_rank_waits(rank: int, ranks_per_node: int) ->
             turns = 0
             while turns < 20:
                 time.sleep(0.01)
-                turns += buffer._engine._c.epoch > epoch  # the next operation has begun
+                turns += operations_so_far(buffer) > epoch  # the next operation has begun
             tell(key)
 
         for operation in (lambda: buffer.dispatch(*given), lambda: buffer.combine(out.x, out.handle)):
-            epoch = buffer._engine._c.epoch
+            epoch = operations_so_far(buffer)
             key = f"ran/{buffer.id}/{epoch}"
             if rank == 0:
                 thread = threading.Thread(target=run_beside, args=(key, epoch), daemon=True)

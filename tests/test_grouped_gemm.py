@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.tools.testing import device_of
 
-ROWS_BEHIND = 3  # behind the last expert's: not a number, and not to be read
-COUNTS = {"uneven": [5, 0, 70, 1], "many rows": [700, 129, 1, 0], "none": [0, 0, 0, 0], "one expert": [257]}
 PLACES = ("together", "backwards", "apart", "parted", "odd")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=COUNTS)
+def ends(request, engine) -> torch.Tensor:
+    return torch.tensor(COUNTS[request.param]).cumsum(0).int().to(device_of(engine, 0))
 
 
 def matrices(place: str, experts: int, n: int, k: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -28,28 +31,6 @@ def matrices(place: str, experts: int, n: int, k: int, dtype: torch.dtype, devic
             to.copy_(matrix)
         return found
     return list(stack)[:: -1 if place == "backwards" else 1]
-
-
-def groups(ends: torch.Tensor) -> list[slice]:
-    return [slice(begin, end) for begin, end in zip([0, *ends.tolist()], ends.tolist())]
-
-
-def rows_of(ends: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    rows = torch.randn(int(ends[-1]) + ROWS_BEHIND, width, device=ends.device).to(dtype)
-    rows[int(ends[-1]) :] = float("nan")
-    return rows
-
-
-def close(seen: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> None:
-    """Nearly equal, in units of the largest value."""
-    assert seen.shape == right.shape
-    if right.numel():
-        assert float((seen.double() - right).abs().max()) <= TOLERANCE[dtype] * max(1.0, float(right.abs().max()))
-
-
-@pytest.fixture(params=COUNTS)
-def ends(request, engine) -> torch.Tensor:
-    return torch.tensor(COUNTS[request.param]).cumsum(0).int().to(device_of(engine, 0))
 
 
 def test_where_weights_can_lie_without_a_copy():
@@ -152,3 +133,21 @@ def test_the_same_bits_each_time(engine):
     first = grouped_gemm.linear(rows, weights, ends)[:333]
     for _ in range(3):
         assert torch.equal(grouped_gemm.linear(rows, weights, ends)[:333], first)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, and so no CUDA graph")
+def test_gradients_in_a_list_are_written_by_a_graph():
+    """While a graph was captured their addresses were copied from the host, which is an error there."""
+    ends = torch.tensor([40, 40, 100], dtype=torch.int32, device="cuda")
+    grad, rows = rows_of(ends, 48, torch.bfloat16), rows_of(ends, 64, torch.bfloat16)
+    right = torch.empty(3, 48, 64, dtype=torch.bfloat16, device="cuda")
+    grouped_gemm.linear_grad_weights([(grad, rows, ends)], right, accumulate=False)
+    grouped_gemm.linear_grad_weights([(grad, rows, ends)], list(torch.empty_like(right)), accumulate=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.zeros_like(right)
+        grouped_gemm.linear_grad_weights([(grad, rows, ends)], list(found), accumulate=False)
+    for _ in range(2):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, right)

@@ -3,35 +3,14 @@
 import pytest
 import torch.distributed as dist
 from conftest import on_ranks
-from round_trip import make_buffer, round_trip
-from test_errors import assert_refused
+from lib.errors import assert_refused
+from lib.groups import Reloadable, forwarded
+from lib.round_trip import make_buffer, round_trip
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import registered_group
-
-
-def forwarded(attribute: str, *names: str) -> list:
-    """Methods that call those of an attribute."""
-
-    def forward(name):
-        return lambda self, *args, **kwargs: getattr(getattr(self, attribute), name)(*args, **kwargs)
-
-    return [forward(name) for name in names]
-
-
-class Reloadable(ProcessGroup):
-    """A group that can be dropped and made again, as frameworks of reinforcement learning give it to Megatron."""
-
-    def __init__(self, group: ProcessGroup):
-        super().__init__(rank=group.rank(), size=group.size())
-        self.group: ProcessGroup | None = group
-
-    def __getattr__(self, name):
-        return getattr(self.group, name)
-
-    rank, size, allreduce = forwarded("group", "rank", "size", "allreduce")
 
 
 @on_ranks(2)

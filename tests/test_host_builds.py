@@ -1,11 +1,11 @@
-"""Headers of kernels, compiled for the host: long puts between nodes, the pace of the peer wire, and a division."""
+"""Headers of kernels, compiled for the host: long puts between nodes, and a division."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from commands import ROOT, compile_header
+from lib.commands import ROOT, compile_header
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -40,37 +40,6 @@ def test_all_arrives_whenever_copies_happen(tmp_path):
 def test_a_mistake_in_long_puts_is_found(tmp_path, change):
     broken = build_long_puts(tmp_path, change)
     assert not all(is_right(broken, seed, 14336) for seed in range(10))
-
-
-@pytest.fixture(scope="module")
-def pace(tmp_path_factory):
-    program = tmp_path_factory.mktemp("pace") / "pace"
-    sources = ["-I", ROOT / "csrc", ROOT / "tests" / "pace.cpp", "-o", program]
-    subprocess.run(["c++", "-std=c++17", "-O2", "-pthread", *sources], check=True, timeout=300)
-
-    def run(*arguments):
-        said = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=300)
-        assert said.returncode == 0, said.stdout
-        rate, _, idle = said.stdout.split()
-        return float(rate), float(idle)
-
-    return run
-
-
-def test_bytes_cross_at_the_rate(pace):
-    """The rules are in the program: bookings do not overlap, begin in time, and leave no gap on a busy wire.
-
-    At 300 GB/s 1024 bytes take 3.41 ns: in whole nanoseconds the rate would be 14 % too high.
-    """
-    rates = [pace(16, 20000, gb_per_s, 1)[0] for gb_per_s in (0.01, 25, 50, 100, 300)]
-    assert rates == pytest.approx([1] * 5, abs=2e-3)
-    rates = [pace(16, 20000, 300, 1, row_bytes)[0] for row_bytes in (1024, 2048, 7168)]
-    assert rates == pytest.approx([1] * 3, abs=0.02)
-
-
-def test_an_idle_wire_saves_nothing(pace):
-    rate, idle = pace(4, 20000, 300, 0)
-    assert rate == pytest.approx(1, abs=2e-3) and idle > 0.1
 
 
 def test_quotients_are_rounded_as_in_ieee_754(tmp_path):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch.distributed as dist
-from conftest import on_ranks
-from round_trip import inputs, make_buffer
+from conftest import exhaustive, on_ranks
+from lib.round_trip import inputs, make_buffer
 
 import ep_dispatcher as ep
 from ep_dispatcher.gather import Gather
@@ -38,8 +38,9 @@ class At:
 
 
 @pytest.mark.parametrize("kind", [Injected, RuntimeError])
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("where", ["destroy", "last step"])
+@pytest.mark.parametrize(
+    "ranks_per_node,where", [(2, "destroy"), (1, "last step"), exhaustive(1, "destroy"), exhaustive(2, "last step")]
+)
 @on_ranks(2)
 def test_peers_learn_at_once_of_an_exception(rank, where, ranks_per_node, kind):
     """Rank 0 fails at each of the calls in turn; rank 1 is told within seconds."""

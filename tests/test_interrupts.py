@@ -5,38 +5,18 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
-from conftest import on, on_ranks
-from round_trip import device, inputs, make_buffer, outputs, round_trip
-from test_faults import mappings, tell, wait_for
+from conftest import exhaustive, on, on_ranks
+from lib.faults import mappings, tell, wait_for
+from lib.interrupts import after, handler, interrupt_this_process
+from lib.round_trip import device, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 
 LIMIT_S = 60.0  # of the operations
 SOON_S = 20.0  # on a machine under load; what is tested takes milliseconds
 NUM_ROWS = 4096  # more than any rank receives
-
-
-@contextmanager
-def handler(number: int, function):
-    before = signal.signal(number, function)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-@contextmanager
-def after(seconds: float, function):
-    """Call the function in another thread, and join that."""
-    timer = threading.Timer(seconds, function)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
 
 
 def operation_of(buffer: ep.Buffer, name: str):
@@ -53,7 +33,12 @@ def operation_of(buffer: ep.Buffer, name: str):
 
 WAITS = pytest.mark.parametrize(
     "engine,ranks_per_node,name",
-    [on("cpu", nodes, name) for nodes in (2, 1) for name in ("dispatch", "combine")]
+    [
+        on("cpu", 2, "dispatch"),
+        on("cpu", 1, "combine"),
+        exhaustive("cpu", 2, "combine"),
+        exhaustive("cpu", 1, "dispatch"),
+    ]
     + [on("cuda", 2, name) for name in ("dispatch", "dispatch of fixed rows")],
 )
 
@@ -67,10 +52,6 @@ def expect_late_peer(buffer: ep.Buffer, operation) -> None:
             operation()
     assert caught.value.late_ranks == (0,) and time.monotonic() - begin < SOON_S
     buffer.destroy()
-
-
-def interrupt_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------
@@ -167,6 +148,36 @@ def test_destroy_ends_another_threads_wait(rank, engine, ranks_per_node, name):
     tell(f"gone/{buffer.id}")
     with pytest.raises(ValueError, match="given one that was destroyed"):
         operation()
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_destroy_returns_where_freeing_fails(rank, ranks_per_node):
+    """destroy() waited for ever for a thread that had left the operation: its own error of freeing had come between."""
+    buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
+    operation, _ = operation_of(buffer, "dispatch")
+    if rank == 1:
+        return expect_late_peer(buffer, operation)
+    connections, errors = buffer._engine._connections, []
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def destroy() -> None:
+        with pytest.raises(RuntimeError) as caught:
+            buffer.destroy()
+        errors.append(str(caught.value))
+        buffer.destroy()  # does nothing
+
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, after(0.5, destroy):
+        patch.setattr(connections, "free", fail)
+        with pytest.raises(RuntimeError, match="destroyed, by another thread"):
+            operation()
+        tell(f"gone/{buffer.id}")  # the abort comes before freeing, so rank 1 need not wait
+    assert errors == ["CUDA error: an illegal memory access was encountered"]
+    assert buffer.is_destroyed and time.monotonic() - begin < SOON_S
+    connections.free()
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])

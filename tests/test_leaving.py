@@ -9,8 +9,8 @@ from threading import Timer
 import pytest
 import torch
 from conftest import on_ranks
-from round_trip import assert_received, expected, inputs, make_buffer, round_trip
-from test_faults import ActsIn, default_store, hurry, make_hasty_buffer, mappings, tell, wait_for
+from lib.faults import act_in, default_store, hurry, make_hasty_buffer, mappings, tell, wait_for
+from lib.round_trip import assert_received, expected, inputs, make_buffer, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher import _C_cpu
@@ -63,7 +63,7 @@ def test_what_a_rank_completed_before_it_left_counts(rank, how):
         while how == "killed" and not process.is_gone():
             time.sleep(0.01)
 
-    buffer._engine._c = ActsIn(buffer._engine._c, "pull", wait)
+    act_in(buffer, "pull", wait)
     assert_received(buffer.dispatch(*inputs(rank)), right)
     with pytest.raises(ep.PeerTimeoutError, match="Rank 1 has left"):
         buffer.dispatch(*inputs(rank))

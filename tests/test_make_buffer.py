@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on_ranks
-from round_trip import CONFIG, check_new_buffer, inputs, make_buffer, round_trip
-from test_errors import assert_refused, construct, error_of
-from test_faults import (
+from conftest import exhaustive, on_ranks, sparsely
+from lib.errors import assert_refused, construct, error_of
+from lib.faults import (
     ActsIn,
     assert_nothing_left,
     default_store,
@@ -28,9 +27,11 @@ from test_faults import (
     tell,
     wait_for,
 )
-from test_interrupts import after, handler, interrupt_this_process
+from lib.interrupts import after, handler, interrupt_this_process
+from lib.round_trip import CONFIG, check_new_buffer, inputs, make_buffer, round_trip
 
 import ep_dispatcher as ep
+from ep_dispatcher import buffer as buffer_module
 from ep_dispatcher import checks, engines, envs, gather
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.threads import StoreHangs
@@ -97,9 +98,10 @@ def failing(rank: int, step: str, kind: type[BaseException] = MemoryError):
     "victim,ranks_per_node,members,step",
     [
         (0, 4, [0, 1, 2, 3], None),
-        (1, 2, [1, 3], None),
-        (3, 1, [0, 2, 3], None),
-        *((2, 2, [0, 1, 2, 3], step) for step in (*STEPS, GLOO, READ)),
+        exhaustive(1, 2, [1, 3], None),
+        exhaustive(3, 1, [0, 2, 3], None),
+        *(exhaustive(2, 2, [0, 1, 2, 3], step) for step in STEPS),
+        *(sparsely((2, 2, [0, 1, 2, 3], step) for step in (GLOO, READ))),
     ],
 )
 @on_ranks(4)
@@ -281,7 +283,7 @@ def test_the_host_of_the_store_is_gone(rank, how):
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks_per_node", [4, 1])
+@pytest.mark.parametrize("ranks_per_node", [exhaustive(4), 1])
 @on_ranks(4)
 def test_keys_of_the_store_are_deleted_and_connections_to_it_used_again(rank, ranks_per_node):
     numbers = []
@@ -400,10 +402,8 @@ def test_other_things_are_no_integers(value):
 
 
 @on_ranks(2)
-def test_the_wire_is_agreed_on_but_some_ranks_may_only_put(rank):
+def test_the_wire_is_agreed_on(rank):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EP_DISPATCHER_WIRE", ["nvshmem-puts", "nvshmem"][rank])
-        make_buffer(engine="cpu").destroy()
         patch.setenv("EP_DISPATCHER_WIRE", ["peer", "nvshmem"][rank])
         assert error_of(make_buffer, engine="cpu").startswith("wire: rank 0 gave peer, rank 1 gave nvshmem")
 
@@ -413,9 +413,7 @@ def test_the_wire_is_agreed_on_but_some_ranks_may_only_put(rank):
 ONE_ALONE = [  # the argument that the error names, and what one rank gives: options, switches, and a GPU of its own
     ("num_sms", dict(num_sms=1), {}, 132),
     ("num_sms", {}, {}, 1),
-    ("EP_DISPATCHER_RAIL_SMS", {}, dict(RAIL_SMS="4"), 132),
-    ("EP_DISPATCHER_WIRE_GBPS", {}, dict(WIRE_GBPS="-1"), 132),
-    ("EP_DISPATCHER_WIRE_GBPS", {}, dict(WIRE_GBPS="50"), 132),
+    ("EP_DISPATCHER_WIRE", {}, dict(WIRE="ib"), 132),
 ]
 
 
@@ -504,18 +502,72 @@ PLANTED = {
 @on_ranks(2)
 def test_what_is_no_message_is_an_error_that_names_the_rank(rank, what):
     """Rank 1 writes something else in place of its message."""
-    usual = gather.Gather._make_offer
+    usual = gather.Gather._exchange
 
-    def planted(self, produce):
-        offer, message = usual(self, produce)
-        return offer, PLANTED[what] if rank == 1 else message
+    def planted(self, message, limit_s):
+        return usual(self, PLANTED[what] if rank == 1 else message, limit_s)
 
+    said = "has no message of ep_dispatcher .* from rank 1, but", "somebody has changed this rank's message"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather.Gather, "_make_offer", planted)
-        with pytest.raises(RuntimeError, match="has no message of ep_dispatcher .* from rank 1, but") as caught:
+        patch.setattr(gather.Gather, "_exchange", planted)
+        with pytest.raises(RuntimeError, match=said[rank]) as caught:
             make_buffer(timeout_s=LONG_S)
         assert len(str(caught.value)) < 600
     dist.barrier()
+    check_new_buffer()
+
+
+OTHERS = [None, True, -1, 2**70, 0.5, "x", [], {}]
+
+
+def places(value, path=()):
+    """The paths to every field of a message, also to those that have fields themselves."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, field in inner:
+        yield from places(field, (*path, key))
+
+
+def with_other(value, path, other):
+    if not path:
+        return other
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = with_other(copied[path[0]], path[1:], other)
+    return copied
+
+
+@pytest.mark.parametrize("every", [23, exhaustive(1)])
+@on_ranks(2)
+def test_a_field_that_somebody_has_changed_ends_alike_on_both_ranks(rank, every):
+    """Every field of the first messages becomes others, in the store. Both ranks make the buffer or none does, in time.
+
+    A rank once read its own sizes back from there.
+    """
+    sizes = (2, *CONFIG.values(), torch.bfloat16)
+    own_config = buffer_module._own_config(sizes, "cpu", None, LONG_S, None, None, False, False)
+    cases = [(path, other) for path in places([0, own_config, None, None]) for other in OTHERS]
+    usual, ends = gather.Gather._exchange, set()
+    for number, (path, other) in list(enumerate(cases))[::every]:
+        changes = [number // every % 2 == rank]
+
+        def exchange(self, message, limit_s, path=path, other=other, changes=changes):
+            if changes[0]:
+                message, changes[0] = json.dumps(with_other(json.loads(message), path, other)), False
+            return usual(self, message, limit_s)
+
+        began, error = time.monotonic(), None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather.Gather, "_exchange", exchange)
+            try:
+                make_buffer(timeout_s=LONG_S).destroy()
+            except (ValueError, RuntimeError) as caught:
+                error = f"{type(caught).__name__}: {caught}"
+        errors = [None] * 2
+        dist.all_gather_object(errors, error)
+        assert (errors[0] is None) == (errors[1] is None), (path, other, errors)
+        assert time.monotonic() - began < SLACK_S, (path, other, errors)
+        ends.add(error is None)
+    assert False in ends
     check_new_buffer()
 
 

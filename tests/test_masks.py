@@ -10,10 +10,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive, on, on_ranks
-from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
-from test_errors import assert_refused, error_of
-from test_faults import ActsIn, Death, dies_in, hurry, meet, tell, wait_for
+from conftest import exhaustive, on, on_ranks, sparsely
+from lib.errors import assert_refused, error_of
+from lib.faults import Death, act_in, die_in, hurry, meet, operations_so_far, tell, wait_for
+from lib.round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -144,7 +144,7 @@ def test_ranks_that_are_masked_by_hand(rank, engine, victims, hooked):
             check_step(buffer, seed)
 
 
-@pytest.mark.parametrize("victim,operation", [(1, "dispatch"), (0, "combine")])
+@pytest.mark.parametrize("victim,operation", [(1, "dispatch"), exhaustive(0, "combine")])
 @on_ranks(NUM_RANKS)
 def test_a_late_rank_is_masked_and_let_in_again(rank, engine, victim, operation):
     """One rank oversleeps in an operation. The others go on, and let it in again; twice."""
@@ -188,7 +188,7 @@ DEATHS = [Death("dispatch", step) for step in ("begin", "route", "stage", "count
 DEATHS += [*(Death("combine", step) for step in ("reuse", "stage", "push", "sum")), Death("combine", "finish", 2)]
 
 
-@pytest.mark.parametrize("death", [exhaustive(death) if n % 3 else death for n, death in enumerate(DEATHS)], ids=str)
+@pytest.mark.parametrize("death", sparsely(DEATHS, 12), ids=str)
 @on_ranks(NUM_RANKS, fresh=True, allow_dead={2})
 def test_a_rank_that_dies_anywhere_is_masked(rank, death):
     """Steps go on without the dead rank. Only the one in which it died may have some of it."""
@@ -196,7 +196,7 @@ def test_a_rank_that_dies_anywhere_is_masked(rank, death):
     check_step(buffer, 0)
     hurry(buffer, LONG_S)  # a process that is gone is masked at once
     if rank == victim:
-        buffer._engine._c = dies_in(buffer._engine._c, death)
+        die_in(buffer, death)
     begin = time.monotonic()
     seen, whole, without = run_step(buffer, 1), expected(rank, 1), expected(rank, 1, {victim})
     assert seen.counts.tolist() in (whole.counts.tolist(), without.counts.tolist())
@@ -221,7 +221,10 @@ def test_a_rank_that_dies_anywhere_is_masked(rank, death):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("death", [death for death in DEATHS if death.step not in ("begin", "route", "reuse")], ids=str)
+STOPS = [death for death in DEATHS if death.step not in ("begin", "route", "reuse")]
+
+
+@pytest.mark.parametrize("death", sparsely(STOPS, 8), ids=str)
 @on_ranks(NUM_RANKS)
 def test_a_rank_that_stops_and_goes_on_harms_nobody(rank, death):
     """Rank 1 stops inside an operation, until the others are many operations ahead, and is told."""
@@ -229,17 +232,16 @@ def test_a_rank_that_stops_and_goes_on_harms_nobody(rank, death):
         check_step(buffer, 0)
         hurry(buffer, LIMIT_S)
         if rank == 1:
-            compiled, epochs = buffer._engine._c, []
+            epochs = []
 
             def sleep() -> None:
-                epochs.append(compiled.epoch)
+                epochs.append(operations_so_far(buffer))
                 wait_for(f"wake/{buffer.id}")
 
-            buffer._engine._c = ActsIn(compiled, death.step, sleep, death.call)
+            act_in(buffer, death.step, sleep, death.call)
             error = error_of_timeout(buffer)
             assert [error.epoch] == epochs, "an operation returned what others had overwritten"
             assert "rank 1 came too late" in str(error)
-            buffer._engine._c = compiled
         else:
             run_step(buffer, 1)
             for seed in range(2, 40):
@@ -297,7 +299,7 @@ def test_epochs_go_on_from_the_last_one(rank):
         buffer.unmask()
         for seed, epoch in enumerate([2**32 - 3, 2**32 - 1, 1, 3, 5]):
             check_step(buffer, seed)
-            assert buffer._engine._c.epoch == epoch
+            assert operations_so_far(buffer) == epoch
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_layer import environment, error_of, make_config, make_layer, on_ranks, tokens_of
+from lib.megatron_layer import environment, error_of, make_config, make_layer, on_ranks, tokens_of
 
 from ep_dispatcher.integrations.megatron import arguments, register, unregister
 

@@ -5,15 +5,18 @@ import dataclasses
 import gc
 import io
 import sys
+import threading
 import time
 import types
 import weakref
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_layer import (
+from conftest import exhaustive
+from lib.megatron_layer import (
     EXPERTS,
     HIDDEN,
     Layout,
@@ -30,7 +33,7 @@ from megatron_layer import (
     tokens_of,
     use_layout,
 )
-from test_megatron_recompute import MOE, Microbatch
+from lib.megatron_recompute import MOE, Microbatch
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations import agree
@@ -93,7 +96,7 @@ def test_layers_share_a_buffer(rank: int):
 
 @on_ranks()
 def test_one_line_says_what_carries_the_tokens(rank: int):
-    buffers._has_announced = False
+    agree._in_use.clear()
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         first_forward(rank)
@@ -107,7 +110,7 @@ def test_one_line_says_what_carries_the_tokens(rank: int):
     assert repr(first) in line and first.live_engine().summary in line
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=first.config.num_topk, max_tokens_per_rank=24)
     memory = ep.buffer_bytes(num_ranks=2, dtype=torch.float32, engine=first.engine, **sizes)
-    for words in (ep.__version__, "rank 0 of 1 node x 2", f"{memory.total / 2**20:.1f} MiB a rank"):
+    for words in (ep.__version__, "rank 0 of 1 node x 2", f"memory of a rank: {memory.total / 2**20:.1f} MiB"):
         assert words in line
     assert all(f"{name}={value}" in line for name, value in sizes.items())
 
@@ -142,6 +145,28 @@ def test_the_first_size_is_the_most_of_all_ranks_or_what_is_given(rank: int):
         text = error_of(lambda: forward(layer, rank, 21))
         assert text.startswith("hidden_states: given 42") and "--ep-dispatcher-max-tokens-per-rank 40" in text
         forward(layer, rank, 12)  # nothing was sent, and nobody waits
+
+
+@pytest.mark.parametrize(
+    "of_ranks, lengths, words",
+    [
+        ((None, "40"), (12, 12), ("rank 0 was given no size, rank 1 was given 40", "must be given the same")),
+        (("40", "48"), (12, 12), ("rank 0 was given 40, rank 1 was given 48",)),
+        (("40", "40"), (12, 21), ("hidden_states", "42 tokens on rank 1", "40")),
+    ],
+    ids=["one has none", "they differ", "one brings more"],
+)
+@on_ranks()
+def test_all_ranks_refuse_a_first_size_that_does_not_fit_one_of_them(rank: int, of_ranks, lengths, words):
+    """As a variable that a launcher passes to some hosts only. Both ranks waited for their limits, for each other."""
+    started = time.monotonic()
+    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK=of_ranks[rank]):
+        text = error_of(lambda: first_forward(rank, lengths[rank]))
+    for word in (*words, "--ep-dispatcher-max-tokens-per-rank"):
+        assert word in text, text
+    assert time.monotonic() - started < SLACK_S and not living()
+    first_forward(rank)  # nobody waits for anything
+    assert sizes() == [24]
 
 
 @pytest.mark.parametrize("sequence_parallel, length, size", [(False, 12, 34), (True, 3, 10), (True, 12, 24)])
@@ -235,7 +260,7 @@ class SmsOf016:
 @on_ranks()
 def test_a_wrapped_group_has_one_buffer_for_each_kind_of_rows(rank: int):
     """Two kinds of rows in turn on a group in a wrapper: no pass makes a buffer again."""
-    from test_groups import Reloadable
+    from lib.groups import Reloadable
 
     group = Reloadable(dist.new_group([0, 1]))
     topk_idx = torch.zeros(4, 2, dtype=torch.int64, device="cpu")
@@ -282,14 +307,6 @@ def test_multiprocessors_are_those_of_the_flags(rank: int):
     assert sms_of_a_new_buffer(**{flag: 12}) == 12
     with environment(num_sms=10):
         assert sms_of_a_new_buffer(**{flag: 12}) == 10, "ours wins over another backend's"
-
-
-@on_ranks()
-def test_a_removed_switch_that_is_set_is_an_error_on_every_rank(rank: int):
-    sizes = dict(hidden=32, num_experts=4, num_topk=2, max_tokens_per_rank=8, dtype=torch.float32)
-    with environment(EP_DISPATCHER_NUM_SMS=(None, "10")[rank]):
-        text = error_of(lambda: ep.Buffer(**sizes))
-        assert text.startswith("EP_DISPATCHER_NUM_SMS: given '10'") and "--ep-dispatcher-num-sms" in text, text
 
 
 # ---- growing --------------------------------------------------------------------------------------------------------
@@ -344,7 +361,22 @@ def test_agreements_do_not_go_through_nccl(rank: int, monkeypatch):
         dist.barrier()
 
 
-@pytest.mark.parametrize("greedy", [0, 1])
+@on_ranks()
+def test_an_agreement_ends_where_making_its_group_hangs(rank: int, monkeypatch):
+    """A call to a store whose host hangs never returns, and the first agreement with NCCL makes a group."""
+    hangs = threading.Event()
+    monkeypatch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
+    monkeypatch.setattr(agree, "_of_hosts", {})
+    monkeypatch.setattr(agree.dist, "new_group", lambda *_, **__: hangs.wait(60))
+    tokens, started = torch.ones(1), time.monotonic()
+    with environment(EP_DISPATCHER_TIMEOUT_S="1"):
+        reduce = partial(agree.all_reduce, tokens, dist.ReduceOp.MAX, dist.group.WORLD, about="agree")
+        assert "phase 'agree'" in error_of(reduce, ep.PeerTimeoutError)
+    assert time.monotonic() - started < SLACK_S
+    hangs.set()
+
+
+@pytest.mark.parametrize("greedy", [0, exhaustive(1)])
 @on_ranks()
 def test_one_rank_alone_that_brings_more_is_an_error(rank: int, greedy: int):
     with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
@@ -363,6 +395,94 @@ def test_one_rank_alone_that_brings_more_is_an_error(rank: int, greedy: int):
         use_layout(EP2)  # with new buffers all goes on
         forward(layer, rank, 20)
         assert sizes() == [40]
+
+
+class Interleaved(dist.Store):
+    """The default store, with a call before a rank waits for the others, and one before and after it decides."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+        self.on_wait = self.before_decision = self.after_decision = lambda: None
+
+    def wait(self, keys, *limit):
+        self.on_wait()
+        self._store.wait(keys, *limit)
+
+    def compare_set(self, key, expected, desired):
+        if key.endswith("/round"):  # from here on nobody can join
+            self.before_decision()
+        decided = self._store.compare_set(key, expected, desired)
+        if key.endswith("/decision"):
+            self.after_decision()
+        return decided
+
+
+for name in ("set", "get", "add", "check", "multi_get", "delete_key"):
+    setattr(Interleaved, name, lambda self, *given, name=name: getattr(self._store, name)(*given))
+
+
+def too_late() -> None:
+    raise RuntimeError("wait timeout")
+
+
+ORDERS = ["it has come", "it comes first", "it comes too late", "it comes afterwards"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@on_ranks()
+def test_a_rank_that_gives_up_and_one_that_comes_decide_alike(rank: int, order: str):
+    """Rank 0 gave up while rank 1 came. Rank 1 began to make the buffer, waited in vain, and blamed rank 0.
+
+    Either both grow, or both raise.
+    """
+    real = dist.distributed_c10d._get_default_store()
+
+    def tell(what: str) -> None:
+        real.set(f"{order}/{what}", "")
+
+    def wait(what: str) -> None:
+        real.wait([f"{order}/{what}"], timedelta(seconds=60))
+
+    with environment(max_tokens_per_rank=8):
+        first_forward(rank, 4)
+    (buffer,), store, grow = living(), Interleaved(real), partial(buffers._agree_to_grow, dist.group.WORLD)
+    if rank == 0 and order == "it has come":
+        store.on_wait = lambda: (tell("go"), wait("decided"), too_late())
+    elif rank == 0:
+        store.on_wait, store.after_decision = too_late, lambda: tell("given up")
+        waits_for = {"it comes first": "decided", "it comes too late": "come"}.get(order)
+        if waits_for is not None:
+            store.before_decision = lambda: (tell("go"), wait(waits_for))
+    else:
+        wait("given up" if order == "it comes afterwards" else "go")
+        store.after_decision = lambda: tell("decided")
+        if order == "it comes too late":
+            store.before_decision = lambda: (tell("come"), wait("given up"))
+    started = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        if order in ("it has come", "it comes first"):
+            assert grow(buffer, 10 + rank) == 11
+        else:
+            text = error_of(lambda: grow(buffer, 10 + rank))
+            assert f"{10 + rank} tokens on rank {rank}" in text and "at most 8 on " in text, text
+            blamed = "given up waiting for this one" if order == "it comes too late" else f"on rank {1 - rank}"
+            assert (f"on rank {1 - rank}" if rank == 0 else blamed) in text, text
+    assert time.monotonic() - started < LIMIT_S + SLACK_S
+    dist.barrier()
+    assert grow(buffer, 20 - rank) == 20  # with the next attempt all goes on
+
+
+@pytest.mark.parametrize("wrong", [-5, 8, 2**40, 12.5])
+@on_ranks()
+def test_a_number_of_tokens_in_the_store_is_checked(rank: int, wrong):
+    """All ranks raise the same error, before they begin to make a buffer of that size."""
+    with environment(max_tokens_per_rank=8):
+        first_forward(rank, 4)
+    (buffer,) = living()
+    text = error_of(lambda: buffers._agree_to_grow(dist.group.WORLD, buffer, wrong if rank else 10), RuntimeError)
+    assert f"rank 1 brings {wrong} tokens" in text and "more than 8" in text, text
 
 
 # ---- the budget of an expert rank -----------------------------------------------------------------------------------

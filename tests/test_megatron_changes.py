@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch
-from megatron_layer import (
+from conftest import exhaustive
+from lib.megatron_experts import GROUPED, GROUPED_GEMMS, TWO_PARTS, make_grouped_layer, said, switched_on
+from lib.megatron_layer import (
     Layout,
     assert_agree,
     environment,
@@ -18,8 +20,7 @@ from megatron_layer import (
     random,
     tokens_of,
 )
-from test_megatron_experts import GROUPED, GROUPED_GEMMS, TWO_PARTS, make_grouped_layer, said, switched_on
-from test_megatron_main_grad import IN_BUCKETS, ddp_of, iterations
+from lib.megatron_main_grad import IN_BUCKETS, ddp_of, iterations
 from torch.nn.modules import module as torch_module
 
 from ep_dispatcher.integrations.megatron.experts import is_grouped
@@ -136,8 +137,8 @@ def owner_of(layer):
     "make, settings, mode",
     [
         (make_grouped_layer, GROUPED, GROUPED_GEMMS),
-        (make_layer, {}, GROUPED_GEMMS),
-        (make_grouped_layer, GROUPED, TWO_PARTS),
+        exhaustive(make_layer, {}, GROUPED_GEMMS),
+        exhaustive(make_grouped_layer, GROUPED, TWO_PARTS),
     ],
     ids=["TEGroupedMLP", "SequentialMLP", "in two parts"],
 )

@@ -3,7 +3,9 @@
 import operator
 
 import torch
-from megatron_layer import (
+from lib.megatron_eligibility import hook
+from lib.megatron_experts import GROUPED, TEColumnParallelGroupedLinear, make_grouped_layer, said, switched_on
+from lib.megatron_layer import (
     assert_agree,
     environment,
     error_of,
@@ -14,7 +16,6 @@ from megatron_layer import (
     tokens_of,
     with_graphs,
 )
-from test_megatron_experts import GROUPED, TEColumnParallelGroupedLinear, make_grouped_layer, said, switched_on
 
 from ep_dispatcher.integrations.megatron import eligibility, experts, plugin, register, unregister
 
@@ -36,10 +37,6 @@ def strange_wrapper(layer):
     layer.config.gradient_accumulation_fusion = True
     for weight in layer.experts.parameters():
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-
-
-def hook(module):
-    module.register_forward_hook(lambda *given: None)
 
 
 def derive(layer):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive
-from megatron_layer import (
+from lib.megatron_layer import (
     EXPERTS,
     HIDDEN,
     Layout,
@@ -24,7 +24,7 @@ from megatron_layer import (
     tokens_of,
     use_layout,
 )
-from test_megatron_recompute import MOE
+from lib.megatron_recompute import MOE
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, operation
@@ -107,11 +107,13 @@ def test_other_errors_stay_as_they_are(rank: int):
     for error in (ValueError("topk_idx[0, 1]: given 8, allowed: 7"), checks.too_few_rows([(5, 4)]), repeated, negative):
         assert routing.explained(error, 2) is error
     for error in (ValueError("rank 0 needs 5 rows, given 4"), repeated):
-        assert limits.explained(error, 4) is error
+        assert limits.explained(error, 4, 8) is error
     ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")
-    assert str(limits.explained(ended, 4)).endswith(
+    assert str(limits.explained(ended, 4, 8)).endswith(
         "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
     )
+    padded = checks.too_few_rows([(35, 4)])
+    assert "factor 8 is enough" in str(limits.explained(padded, 4, 8)), "never more than the ranks"
 
 
 WHERE = {  # the backward of a combine is a dispatch
@@ -121,7 +123,7 @@ WHERE = {  # the backward of a combine is a dispatch
 }
 
 
-@pytest.mark.parametrize("when, victim", [("forward", 0), ("backward", 1), ("recompute", 0)])
+@pytest.mark.parametrize("when, victim", [("forward", 0), exhaustive("backward", 1), exhaustive("recompute", 0)])
 @on_ranks()
 def test_a_late_rank_is_named_with_layer_and_microbatch(rank: int, when: str, victim: int):
     with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
@@ -187,10 +189,11 @@ def test_every_operation_knows_its_layer_and_microbatch(rank: int, monkeypatch, 
     assert notes == expected, notes
 
 
-@pytest.mark.parametrize("size", [None, exhaustive(64)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [None, 64])
 @on_ranks(4, None)
 def test_a_rank_that_is_late_for_the_first_forward(rank: int, size: int | None):
-    """Rank 3 begins when the others have given up; without a size it first agrees on one."""
+    """Rank 3 begins when the others have given up. All first agree on a size, also where one is given."""
     name = f"megatron/first/{size}"
     others = [f"{name}/{other}" for other in range(3)]
     store = dist.distributed_c10d._get_default_store()
@@ -208,8 +211,7 @@ def test_a_rank_that_is_late_for_the_first_forward(rank: int, size: int | None):
         assert error.late_ranks == ((0, 1, 2) if rank == 3 else (3,))
         if rank < 3:
             store.set(others[rank], "")
-        if size is not None:
-            assert error.operation == "buffer" and error.phase == "configuration"
+        assert error.operation == "buffer" and error.phase == "agree on the number of tokens"
     dist.barrier()
     with environment(max_tokens_per_rank=64):  # the next attempt of all ranks
         layer(tokens_of(rank).requires_grad_())[0].sum().backward()

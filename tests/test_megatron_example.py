@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, torchrun
+from lib.commands import ROOT, torchrun
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -26,6 +26,7 @@ runpy.run_path({example!r}, run_name="__main__")
 """
 
 
+@pytest.mark.exhaustive
 def test_it_trains_as_megatrons_own_dispatcher_does(tmp_path):
     code, output, errors = torchrun(2, str(EXAMPLE), *TINY, "--out", str(tmp_path), timeout_s=300)
     assert code == 0, output + errors

@@ -5,7 +5,23 @@ import types
 
 import pytest
 import torch
-from megatron_layer import (
+from conftest import exhaustive
+from lib.megatron_eligibility import hook
+from lib.megatron_experts import (
+    EP2,
+    EP4,
+    ETP2,
+    GROUPED,
+    GROUPED_GEMMS,
+    MODES,
+    MOE_ACT,
+    TWO_PARTS,
+    family,
+    make_grouped_layer,
+    said,
+    switched_on,
+)
+from lib.megatron_layer import (
     BATCH,
     HIDDEN,
     OURS,
@@ -21,23 +37,8 @@ from megatron_layer import (
     tokens_of,
     with_graphs,
 )
-from test_megatron_eligibility import hook
-from test_megatron_experts import (
-    EP2,
-    EP4,
-    ETP2,
-    GROUPED,
-    GROUPED_GEMMS,
-    MODES,
-    MOE_ACT,
-    TWO_PARTS,
-    family,
-    make_grouped_layer,
-    said,
-    switched_on,
-)
-from test_megatron_main_grad import main_grads
-from test_megatron_recompute import Microbatch
+from lib.megatron_main_grad import main_grads
+from lib.megatron_recompute import Microbatch
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron import experts, float8, graphs
@@ -170,7 +171,7 @@ def assert_close(got: dict, wanted: dict, low: float = 0.002, high: float = 0.1)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantised weights"])
+@pytest.mark.parametrize("parameters", [exhaustive(False), True], ids=["bfloat16 weights", "quantised weights"])
 @on_ranks(4)
 def test_a_layer_is_close_to_bfloat16(rank, layout, dispatcher, settings, mode, parameters):
     sizes = {name: size for name, size in settings.items() if name == "moe_ffn_hidden_size"}

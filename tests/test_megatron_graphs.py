@@ -10,7 +10,9 @@ from functools import partial
 import pytest
 import torch
 from conftest import exhaustive
-from megatron_layer import (
+from lib.megatron_experts import GROUPED, GROUPED_GEMMS, OVERLAP, TWO_PARTS, make_grouped_layer, switched_on
+from lib.megatron_graphs import Output, forget_grads, make_bfloat16_layer, take_grads
+from lib.megatron_layer import (
     assert_agree,
     assert_same_bits,
     environment,
@@ -26,11 +28,10 @@ from megatron_layer import (
     tokens_of,
     with_graphs,
 )
-from test_megatron_experts import GROUPED, GROUPED_GEMMS, OVERLAP, TWO_PARTS, make_grouped_layer, switched_on
-from test_megatron_main_grad import ddp_of, iterations, main_grads
+from lib.megatron_main_grad import ddp_of, iterations, main_grads
 
 from ep_dispatcher import te_version
-from ep_dispatcher.integrations.megatron import buffers, graphs, limits, overflow
+from ep_dispatcher.integrations.megatron import buffers, graphs, limits, skipped_step
 from ep_dispatcher.integrations.megatron.experts import is_grouped, of
 from ep_dispatcher.moe import grouped_gemm
 
@@ -218,7 +219,7 @@ def test_errors_are_looked_for_after_a_step(rank: int, monkeypatch):
     wrapper = FullCudaGraphWrapper(whole_step, cuda_graph_warmup_steps=10)
     assert schedules.get_forward_backward_func() is schedules.forward_backward_no_pipelining
     own = schedules.forward_backward_no_pipelining
-    checked = overflow.run_again(whole_step)
+    checked = skipped_step.watch(whole_step)
     assert own.__code__ is checked.__code__, "registered"
     assert inspect.signature(own) == inspect.signature(own.__wrapped__)
     monkeypatch.setattr(graphs, "are_used", False)
@@ -329,42 +330,6 @@ def test_hooks_of_transformer_engines_warm_up_do_not_count(rank: int):
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
-
-
-class Output(torch.nn.Module):
-    """A layer whose only output is a tensor, as graphs of PyTorch want it."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
-def make_bfloat16_layer(in_graphs: bool):
-    config = make_config(bf16=True, params_dtype=torch.bfloat16, **GROUPED)
-    config.gradient_accumulation_fusion = True
-    layer = make_grouped_layer(with_graphs(config) if in_graphs else config)
-    for parameter in layer.experts.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    forget_grads(layer)
-    return layer
-
-
-def forget_grads(layer) -> None:
-    for parameter in layer.experts.parameters():
-        parameter.main_grad.zero_()
-    # A tensor of its own: without one autograd would keep the memory of a graph, which the next replay writes.
-    layer.router.weight.grad = torch.zeros_like(layer.router.weight)
-
-
-def take_grads(layer) -> dict[str, torch.Tensor]:
-    assert all(p.grad is None for p in layer.experts.parameters())
-    found = {name: p.main_grad.clone() for name, p in layer.experts.named_parameters()}
-    found["router"] = layer.router.weight.grad
-    forget_grads(layer)
-    return found
 
 
 @ON_GPU

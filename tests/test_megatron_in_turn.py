@@ -8,7 +8,7 @@ import json
 import os
 
 import pytest
-from commands import ROOT
+from lib.commands import ROOT
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -60,6 +60,7 @@ def run(script, *jobs: str, rounds: int = 1, at_once: int = 3) -> tuple[int, lis
     return code, (script.parent / "events").read_text().splitlines()
 
 
+@pytest.mark.exhaustive
 def test_jobs_train_one_after_the_other(script, capsys):
     code, events = run(script, "a: NAME=a 100", "b: NAME=b 50", rounds=2, at_once=4)
     assert code == 0
@@ -80,6 +81,26 @@ def test_jobs_train_one_after_the_other(script, capsys):
     assert sorted(os.listdir(script.parent / "out")) == ["a.1.log", "a.2.log", "b.1.log", "b.2.log", "times.json"]
 
 
+@pytest.mark.exhaustive
+def test_variables_of_a_job_win(script, monkeypatch):
+    """A job's PYTHONPATH was dropped. It replaces this process's, and the script's folder stays importable."""
+    folder = script.parent
+    for name in ("ours", "theirs"):
+        (folder / name).mkdir()
+        (folder / name / "beside.py").write_text(f"import os\nos.environ['NAME'] = {name!r}\n")
+    script.write_text("import beside\n" + script.read_text())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "ours"), os.environ.get("PYTHONPATH", "")]))
+    for given, found in (("", "ours"), (f"PYTHONPATH={folder / 'theirs'} ", "theirs")):
+        code, events = run(script, f"a: {given}7", at_once=1)
+        assert code == 0 and events[-1].split()[0] == found
+    code = in_turn.main(
+        ["--job", "a: PYTHONPATH= 7", "--ranks", "1", "--out", str(folder / "none"), str(script), "--all"]
+    )
+    assert code == 1 and "No module named 'beside'" in (folder / "none/a.1.log").read_text()
+    assert in_turn.Job.parse("a: 7").environment(folder)["PYTHONPATH"].split(os.pathsep)[0] == str(folder)
+
+
+@pytest.mark.exhaustive
 def test_a_job_that_fails_does_not_hold_up_the_others(script, capsys):
     code, events = run(script, "fails: NAME=fails 7", "b: NAME=b 50")
     assert code == 1 and events[-1].startswith("b") and events[-1].endswith("ends")
@@ -97,6 +118,7 @@ def test_what_is_a_job_of_ep_dispatcher():
     assert other.launcher == "a.launcher" and other.arguments == ["--moe-flex-dispatcher-backend", "deepep"]
 
 
+@pytest.mark.exhaustive
 def test_a_job_runs_through_the_launcher_that_it_names(script):
     """What a launcher puts in front of the path stays there: deep_ep is ours."""
     text = "import deep_ep, os\nos.environ['NAME'] = deep_ep.Buffer.__module__\n"

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from megatron_layer import make_config, make_layer, on_gpu, on_ranks, tokens_of
+from lib.megatron_layer import make_config, make_layer, on_gpu, on_ranks, tokens_of
 
 from ep_dispatcher.integrations.megatron import buffers, limits, margins, register, unregister
 

@@ -7,10 +7,22 @@ test_megatron_experts.py and test_megatron_main_grad.py run their layers so too.
 import contextlib
 
 import pytest
-import test_megatron_schedule
 import torch
 from conftest import exhaustive
-from megatron_layer import (
+from lib import megatron_schedule
+from lib.megatron_experts import (
+    EP2,
+    GROUPED,
+    GROUPED_GEMMS,
+    MOE_ACT,
+    OVERLAP,
+    make_grouped_layer,
+    note_parts,
+    said,
+    switched_on,
+    two_parts,
+)
+from lib.megatron_layer import (
     OURS,
     Case,
     assert_agree,
@@ -26,21 +38,9 @@ from megatron_layer import (
     step,
     tokens_of,
 )
-from test_megatron_experts import (
-    EP2,
-    GROUPED,
-    GROUPED_GEMMS,
-    MOE_ACT,
-    OVERLAP,
-    make_grouped_layer,
-    note_parts,
-    said,
-    switched_on,
-    two_parts,
-)
-from test_megatron_main_grad import GLOO_TAKES_LISTS, ddp_of, iterations
-from test_megatron_recompute import MOE, Microbatch
-from test_megatron_schedule import OVERLAPPED, run_nodes
+from lib.megatron_main_grad import GLOO_TAKES_LISTS, ddp_of, iterations
+from lib.megatron_recompute import MOE, Microbatch
+from lib.megatron_schedule import OVERLAPPED, run_nodes
 from torch.utils.flop_counter import FlopCounterMode
 
 from ep_dispatcher.integrations.megatron import experts, register, unregister
@@ -167,14 +167,14 @@ def test_experts_that_change_after_the_agreement(rank: int):
 @on_ranks()
 def test_nodes_of_the_overlap_schedule(rank: int, monkeypatch):
     """1F1B overlap gives each step to a node of its schedule: there the experts communicate no more than before."""
-    make = test_megatron_schedule.make_config
+    make = megatron_schedule.make_config
 
     def for_the_schedule(*given, **settings):
         config = make(*given, **settings)
         config.overlap_moe_expert_parallel_comm = True  # its checks want a GPU
         return config
 
-    monkeypatch.setattr(test_megatron_schedule, "make_config", for_the_schedule)
+    monkeypatch.setattr(megatron_schedule, "make_config", for_the_schedule)
     with switched_on(OVERLAP) as printed, two_parts() as runs:
         run_nodes(rank, OURS, {}, OVERLAPPED)
     assert not runs

@@ -10,14 +10,17 @@ import types
 
 import pytest
 import torch
-from commands import run_module, torchrun
-from megatron_layer import end_groups, leave_layout, megatron_pool, on_gpu, plain_latent_projections
+from conftest import exhaustive, sparsely
+from lib.commands import run_module, torchrun
+from lib.megatron_layer import end_groups, leave_layout, megatron_pool, on_gpu, plain_latent_projections
 
 from ep_dispatcher.tools.testing import RankPool
 
 MODULE = "ep_dispatcher.integrations.megatron.parity"
 EXPERTS = ["gradient of experts.*.linear_fc1.weight", "gradient of experts.*.linear_fc2.weight"]
-SAME = "the same within rounding"
+SAME = "the same within rounding: ep_dispatcher and "
+NOT_AS_GIVEN = " This is not the layer as given: {} point(s) above, after 'Not as given'."
+FUSED = NOT_AS_GIVEN.format(1)  # no activation is fused on a CPU
 # Small, without the time of compiling or measuring anything.
 SIZES = ["--hidden-size", "32", "--seq-length", "16", "--timed-steps", "0"]
 SMALL = ["--swiglu", "--disable-bias-linear", *SIZES]
@@ -68,12 +71,13 @@ def rows(output: str) -> dict[str, str]:
 
 
 def verdict(output: str) -> str:
-    return output.rstrip().rpartition("\n\n")[2]
+    """The last lines, as one."""
+    return " ".join(output.rstrip().rpartition("\n\n")[2].split())
 
 
 def test_plain(parity):
     code, output = parity()
-    assert (code, verdict(output)) == (0, SAME)
+    assert (code, verdict(output)) == (0, SAME + "alltoall" + FUSED)
     table = rows(output)
     assert list(table) == ["routing map", "output", "input gradient", "gradient of router.weight", *EXPERTS]
     assert all(row.endswith("  ok") for row in table.values())
@@ -90,18 +94,18 @@ SHARED = """--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-p
 @pytest.mark.parametrize(
     "flags, shown",
     [
-        (SHARED, ("gradient of shared_experts.linear_fc2.weight", "moe_expert_capacity_factor 1.0")),
+        exhaustive(SHARED, ("gradient of shared_experts.linear_fc2.weight", "moe_expert_capacity_factor 1.0")),
         ("--expert-tensor-parallel-size 2 --recompute-granularity full", ("MoEAllGatherTokenDispatcher",)),
-        ("--uneven-tokens --steps 3", ("up to 32 tokens a rank",)),
+        exhaustive("--uneven-tokens --steps 3", ("up to 32 tokens a rank",)),
         ("--ep-dispatcher-experts grouped", (GROUPED,)),  # ours alone: Megatron's layer is what it is compared with
-        ("--bf16 --ep-dispatcher-experts grouped", (GROUPED,)),
+        exhaustive("--bf16 --ep-dispatcher-experts grouped", (GROUPED,)),
         ("--timed-steps 1 --profiled-steps 1 --ep-dispatcher-overlap", ("without its experts", "token_combine")),
     ],
     ids=["shared experts", "gloo takes allgather", "uneven tokens", "grouped", "grouped, bf16", "overlap"],
 )
 def test_the_same(parity, flags, shown):
     code, output = parity(*flags.split())
-    assert (code, verdict(output)) == (0, SAME)
+    assert code == 0 and verdict(output).startswith(SAME)
     assert all(text in " ".join(output.split()) for text in shown) and output.count(GROUPED) <= 1
 
 
@@ -119,18 +123,18 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [[], exhaustive(["--bf16"])], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", sparsely(FAMILIES, 3))
 def test_experts_of_each_family_are_the_same(parity, name, dtype):
     code, output = parity(*FAMILIES[name].split(), *dtype, base=SIZES)
-    assert (code, verdict(output)) == (0, SAME), output
+    assert code == 0 and verdict(output).startswith(SAME), output
     assert output.count(GROUPED) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_is_compared_with_float32_too(parity, dtype):
     code, output = parity(f"--{dtype}", "--moe-router-topk", "4", "--moe-aux-loss-coeff", "0.01")
-    assert (code, verdict(output)) == (0, SAME)
+    assert code == 0 and verdict(output).startswith(SAME)
     limit = {"bf16": 6 * 2.0**-8, "fp16": 6 * 2.0**-11}[dtype]
     row = rows(output)["output"].split()
     ours, theirs, allowed = (float(x) for x in row[-4:-1])
@@ -185,7 +189,10 @@ def has(bug):
 )
 def test_a_wrong_dispatcher_is_found(parity, bug, flags, found):
     code, output = parity(*flags, bug=bug)
-    assert (code, " ".join(verdict(output).split())) == (1, "DIFFERENT: " + ", ".join(found))
+    assert code == 1
+    assert verdict(output).startswith("DIFFERENT: ep_dispatcher and alltoall, in " + ", ".join(found) + FUSED)
+    next_step = "Compare each with a third one: --against allgather." if not flags else "farther from float32"
+    assert next_step in verdict(output)
     if bug is one_token_lost:
         assert rows(output)["output"].endswith("DIFFERENT (rank 3)")
 
@@ -227,18 +234,20 @@ def test_errors_in_fp8_are_shown_beside_those_without_it():
     config = types.SimpleNamespace(params_dtype=torch.bfloat16, fp8="e4m3", moe_router_topk=2)
     config.expert_tensor_parallel_size = 1
     rows = [
-        report.Row(name, [report.part_of(ours, theirs, exact, plain, "rank 0", None)], config)
+        report.Row(name, [report.part_of(ours, theirs, exact, plain, "rank 0", None)], config, "alltoall")
         for name in ("output", "input gradient")
     ]
     size = float(theirs.norm()) / 5
     wanted = [f"{shift / size:.1e}" for shift in shifts.values()]
     head, line, _ = report.table(rows).splitlines()
     assert head.split()[-2:] == ["without", "FP8"] and [line.split()[i] for i in (6, 7, 9)] == wanted
-    said = " ".join(report.verdict(rows).split())
+    run = types.SimpleNamespace(tested="ep_dispatcher", reference="alltoall", changes=[])
+    run.others = types.SimpleNamespace(unknown=[])
+    said = " ".join(report.verdict(run, rows).split())
     ours, theirs, plain = (f"{shift / size:.2%}" for shift in shifts.values())
-    assert f"input gradient {ours} (Megatron's {theirs}, without FP8 or FP4 {plain})" in said
+    assert f"input gradient {ours} (alltoall's {theirs}, without FP8 or FP4 {plain})" in said
     config.fp8 = None
-    assert "FP8" not in report.verdict(rows) + report.table(rows)
+    assert "FP8" not in report.verdict(run, rows) + report.table(rows)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +258,17 @@ def test_errors_in_fp8_are_shown_beside_those_without_it():
         ("--moe-router-topk 65 --num-experts 80", "--moe-router-topk"),
         ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts"),
         ("--num-experts 15", "--num-experts"),
-        ("--uneven-tokens --reference allgather", "--uneven-tokens"),
+        ("--uneven-tokens --against allgather", "--uneven-tokens"),
+        ("--hiden-size 8", "did you mean --hidden-size?"),  # it was of no effect
+        ("--moe-token-dispatcher-type flexx", "--moe-token-dispatcher-type"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepepp", "--moe-flex-dispatcher-backend"),
+        ("--moe-flex-dispatcher-backend deepep", "--moe-token-dispatcher-type"),  # Megatron would run allgather
+        ("--moe-token-dispatcher-type alltoall --against alltoall", "--against"),
+        ("--moe-token-dispatcher-type alltoall --against allgather --ep-dispatcher-overlap", "--ep-dispatcher-overlap"),
+        ("--against hybridep", "needs DeepEP of its branch hybrid-ep, and `import deep_ep` raises ModuleNotFoundError"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep --against alltoall", "deepep cannot run here"),
+        ("--expert-tensor-parallel-size 2 --against alltoall", "gloo"),
+        ("--plot steps.gif", ".png, .svg, .pdf"),
         ("--moe-router-topkk 2", "--moe-router-topkk"),
         ("--moe-router-dtype fp8", "--moe-router-dtype"),
         ("--fp8-format hybrid", "--fp8-format"),
@@ -264,26 +283,101 @@ def test_what_is_wrong_or_missing_is_refused_by_its_flag(parity, flags, named):
 
 
 def test_flags_of_a_training_job_are_accepted_and_named(parity):
-    without_effect = (
-        "pretrain_gpt.py --train-iters 500 --lr=1e-4 --data-path 0.3 a 0.7 b --no-load-rng --num-layers 24 "
-    )
-    without_effect += "--moe-token-dispatcher-type alltoall --hiden-size 8"
+    """Without megatron.training nobody knows some of them, and the verdict says so."""
+    job = "pretrain_gpt.py --lr=1e-4 --data-path 0.3 a 0.7 b --no-load-rng --num-layers 24 --delay-wgrad-compute"
     recompute = "--recompute-granularity selective --recompute-modules core_attn moe moe_act"
-    code, output = parity(*without_effect.split(), "--moe-grouped-gemm", *recompute.split())
-    assert (code, verdict(output)) == (0, SAME)
+    code, output = parity(*job.split(), "--moe-grouped-gemm", *recompute.split())
     shown = " ".join(output.split())
-    names = ["pretrain_gpt.py", "--train-iters", "--lr", "--data-path", "--no-load-rng", "--num-layers"]
-    assert f"{', '.join(names)}, --moe-token-dispatcher-type, --hiden-size (did you mean --hidden-size?)" in shown
+    assert code == 0 and "not of an MoE layer: --lr, --num-layers Given, and unknown" in shown
+    unknown = "Flags that were ignored because they are unknown: --data-path, --no-load-rng"
+    assert verdict(output) == SAME + "alltoall" + NOT_AS_GIVEN.format(5) + " " + unknown
     for change in ("--moe-grouped-gemm", "--recompute-modules moe_act", "--recompute-modules core_attn"):
         assert f"{change} left out" in shown
-    assert "recompute_modules moe," in shown
+    assert "--delay-wgrad-compute: the layer runs without" in shown and "recompute_modules moe," in shown
 
 
+def test_flags_of_megatrons_training_and_of_the_script_are_known(tmp_path, monkeypatch):
+    """They are read in the text of megatron.training, where it can be found, and of the script."""
+    from ep_dispatcher.tools.parity import flags
+
+    training = tmp_path / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "arguments.py").write_text("group.add_argument('--data-path', nargs='*')\n")
+    (training / "config.py").write_text(
+        "@dataclass\nclass Config:\n    train_iters: int = 0\n    load_rng: bool = True\n"
+    )
+    script = tmp_path / "pretrain.py"
+    script.write_text('parser.add_argument("--my-flag")\n')
+    given = ["--data-path", "a", "--train-iters=3", "--no-load-rng", "--my-flag", "--your-flag", "--lr", "1"]
+    monkeypatch.syspath_prepend(tmp_path)
+    found = flags.sort_others([str(script), *given], ["--hidden-size"])
+    assert found == (["--data-path", "--train-iters", "--no-load-rng", "--my-flag", "--lr"], [], ["--your-flag"])
+
+
+@pytest.mark.parametrize(
+    "chosen, against, expected",
+    [
+        (None, None, ("ep_dispatcher", "alltoall")),
+        ("ep_dispatcher", None, ("ep_dispatcher", "alltoall")),
+        ("alltoall", None, ("ep_dispatcher", "alltoall")),  # whoever thinks of changing to it
+        ("deepep", None, ("deepep", "ep_dispatcher")),
+        ("deepep", "alltoall", ("deepep", "alltoall")),
+        ("alltoall", "deepep", ("deepep", "alltoall")),  # the reference is Megatron's own
+        ("deepep", "hybridep", ("deepep", "hybridep")),
+        ("alltoall", "allgather", ("alltoall", "allgather")),
+    ],
+)
+def test_which_two_are_compared(chosen, against, expected):
+    from ep_dispatcher.tools.parity import dispatchers
+
+    can = dict.fromkeys(dispatchers.MEGATRONS)
+    assert dispatchers.pair(chosen, against, can) == expected
+    if against is None and expected[1] == "alltoall" and chosen != "alltoall":
+        assert dispatchers.pair(chosen, against, can | {"alltoall": "not here"}) == ("ep_dispatcher", "allgather")
+
+
+def test_two_dispatchers_of_megatron_run_in_megatron_as_it_is(parity):
+    code, output = parity("--moe-token-dispatcher-type", "alltoall", "--against", "allgather")
+    assert (code, verdict(output)) == (0, "the same within rounding: alltoall and allgather" + FUSED)
+    assert "ran MoEAlltoAllTokenDispatcher" in output and "ran MoEAllGatherTokenDispatcher" in output
+    assert "carries the tokens" not in output and GROUPED not in output
+
+
+def run_with_our_deep_ep(rank: int, *given) -> tuple[int, str]:
+    from megatron.core.transformer.moe import fused_a2a
+
+    try:
+        return run_main(rank, *given)
+    finally:
+        fused_a2a._buffer = None  # of groups that have ended
+
+
+@pytest.mark.exhaustive
+def test_megatrons_own_deepep_backend_is_compared():
+    """With our module in DeepEP's place, as DeepEP needs GPUs."""
+    from lib.deep_ep_case import install
+
+    flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"
+    with RankPool(4, timeout_s=120) as ranks:  # Megatron looks for deep_ep once
+        ranks.run(install)
+        for other in ("alltoall", "ep_dispatcher"):
+            given = [*SMALL, *flex.split(), "--against", other]
+            (code, output), *_ = ranks.run(run_with_our_deep_ep, given, None)
+            assert (code, verdict(output)) == (0, f"the same within rounding: deepep and {other}" + FUSED), output
+            assert "ran MoEFlexTokenDispatcher (_DeepepManager)" in output
+            assert ("carries the tokens of megatron-core" in output) == (other == "ep_dispatcher")
+
+
+@pytest.mark.exhaustive
 def test_with_torchrun(tmp_path):
     steps = ("--timed-steps", "3", "--profiled-steps", "2", "--steps", "1")
-    flags = (*SMALL, *steps, "--out", str(tmp_path / "new" / "figures.json"))
+    chart = tmp_path / "charts" / "steps.svg"
+    flags = (*SMALL, *steps, "--out", str(tmp_path / "new" / "figures.json"), "--plot", str(chart))
     code, output, errors = torchrun(2, "-m", MODULE, *flags)
-    assert (code, verdict(output)) == (0, SAME), errors
+    assert code == 0 and verdict(output).startswith(SAME), errors
+    assert "have changed" not in output + errors  # timing without experts is no change of theirs
+    drawn = chart.read_text()
+    assert "<svg" in drawn and drawn.count("ep_dispatcher") >= 1
     figures = json.loads((tmp_path / "new" / "figures.json").read_text())
     assert figures["same"] and figures["ranks"] == 2 and figures["tensors"]["output"]["ok"]
     assert list(figures["milliseconds"]) == ["the whole layer", "without its experts"]

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib
+import importlib.abc
 import json
 import os
 import subprocess
@@ -18,8 +19,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
-from megatron_layer import (
+from lib.megatron_layer import (
     CLASSES,
     OURS,
     Layout,
@@ -84,7 +84,7 @@ def test_register_and_undo(rank: int):
         registration = register()
         assert register() is registration, "a second call changes nothing"
         replaced = differing(before)
-        expected = {"type", "__post_init__", "should_free_input", "__call__", *SCHEDULES}
+        expected = {"type", "__post_init__", "should_free_input", "__call__", "step", *SCHEDULES}
         expected |= {"__init__", "forward", "backward_dw", "run", "parse_known_args", "create_cudagraphs"}
         if hasattr(experts, "skip_routed_expert_padding"):
             expected.add("skip_routed_expert_padding")
@@ -206,24 +206,74 @@ def test_a_newer_version_warns(rank: int):
             unregister()
 
 
+class Missing(importlib.abc.MetaPathFinder):
+    """Python without a module that one of Megatron's modules imports."""
+
+    def __init__(self, importer: str, name: str):
+        self.importer, self.name = importer, name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.importer:
+            raise ModuleNotFoundError(f"No module named {self.name!r}", name=self.name)
+
+
+@pytest.mark.parametrize("importer", ["megatron.core.full_cuda_graph", "megatron.core"])
+@on_ranks()
+def test_missing_modules_are_named_with_their_remedy(rank: int, importer: str):
+    """Megatron-core 0.19 imports Triton and does not require it: it was "not laid out" as we need it."""
+    package, _, module = importer.rpartition(".")
+    for name, remedy in (("triton", "pip install triton"), (importer, r"pip install 'ep_dispatcher\[megatron\]'")):
+        if name == "megatron.core.full_cuda_graph":
+            continue  # a module of Megatron's own that is missing is another layout
+        unregister()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "meta_path", [Missing(importer, name), *sys.meta_path])
+            patch.delitem(sys.modules, importer)
+            patch.delattr(sys.modules[package], module)
+            with pytest.raises(ImportError, match=f"Megatron-core cannot be imported .*{remedy}$"):
+                register()
+    register()
+
+
 # ---- Megatron-Bridge ------------------------------------------------------------------------------------------------
 
 BRIDGE = "megatron.bridge.training.flex_dispatcher_backend"
 
 
+# Megatron-Bridge up to 0.6: names that it does not know are skipped with a warning.
 OF_BRIDGE = """
 def apply_flex_dispatcher_backend(model_config, moe_flex_dispatcher_backend=None):
     model_config.seen = moe_flex_dispatcher_backend
+
+def validate_flex_dispatcher_backend(model_config):
+    model_config.validated = True
 """
+# 0.7, by its documentation: names that it does not know are refused, here and there, also for a model without experts.
+OF_BRIDGE_7 = """
+KNOWN = ("deepep", "hybridep", "ncclep")
+
+def apply_flex_dispatcher_backend(model_config, moe_flex_dispatcher_backend=None):
+    if moe_flex_dispatcher_backend not in (None, *KNOWN):
+        raise ValueError("not a backend of Megatron-Bridge")
+    model_config.seen = moe_flex_dispatcher_backend
+
+def validate_flex_dispatcher_backend(model_config):
+    if model_config.moe_token_dispatcher_type == "flex" and model_config.moe_flex_dispatcher_backend not in KNOWN:
+        raise ValueError("not a backend of Megatron-Bridge")
+    model_config.validated = True
+"""
+RECIPE = f"from {BRIDGE} import apply_flex_dispatcher_backend"
+CONFIG = f"from {BRIDGE} import validate_flex_dispatcher_backend"
 
 
 @pytest.fixture
 def bridge_folder(request, tmp_path) -> Path:
-    """A folder with the one function of Megatron-Bridge that counts here, and a recipe that imports it by name."""
+    """A folder with the functions of Megatron-Bridge that count here, and modules that import them by name."""
     folder = tmp_path.joinpath(*BRIDGE.split("."))
     folder.parent.mkdir(parents=True)
     folder.with_suffix(".py").write_text(getattr(request, "param", OF_BRIDGE))
-    (folder.parent / "recipe.py").write_text(f"from {BRIDGE} import apply_flex_dispatcher_backend\n")
+    (folder.parent / "recipe.py").write_text(RECIPE)
+    (folder.parent / "config.py").write_text(CONFIG)
     return tmp_path
 
 
@@ -235,7 +285,7 @@ def bridge_in(folder: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         try:
-            yield lambda: importlib.import_module("megatron.bridge.training.recipe")
+            yield lambda name="recipe": importlib.import_module(f"megatron.bridge.training.{name}")
         finally:
             unregister()
             for name in [name for name in sys.modules if name.startswith("megatron.bridge")]:
@@ -244,31 +294,57 @@ def bridge_in(folder: Path):
     assert sys.meta_path == finders
 
 
+def model_of_bridge(num_moe_experts: int | None = 8, **fields) -> types.SimpleNamespace:
+    dispatcher = dict(moe_token_dispatcher_type="alltoall", moe_flex_dispatcher_backend=None)
+    return types.SimpleNamespace(num_moe_experts=num_moe_experts, moe_shared_expert_overlap=True, **dispatcher | fields)
+
+
+@pytest.mark.parametrize(
+    "bridge_folder, refuses", [(OF_BRIDGE, False), (OF_BRIDGE_7, True)], indirect=["bridge_folder"]
+)
 @on_ranks()
-def test_megatron_bridge_takes_our_name(rank: int, bridge_folder: Path):
-    def applied(recipe, name: str, num_moe_experts: int | None = 8) -> dict:
-        config = types.SimpleNamespace(num_moe_experts=num_moe_experts, moe_shared_expert_overlap=True)
-        recipe.apply_flex_dispatcher_backend(config, name)
+def test_megatron_bridge_takes_our_name(rank: int, bridge_folder: Path, refuses: bool):
+    """Up to 0.6 our name was skipped, by 0.7 it is refused when the fields are validated, however they were set."""
+
+    def applied(module, name: str, **fields) -> dict:
+        config = model_of_bridge(**fields)
+        module.apply_flex_dispatcher_backend(config, name)
         return vars(config)
 
-    experts, chosen = dict(num_moe_experts=8, moe_shared_expert_overlap=True), dict(moe_flex_dispatcher_backend=OURS)
-    ours = experts | chosen | dict(moe_token_dispatcher_type="flex")
+    def validate_of(module):
+        return module.validate_flex_dispatcher_backend
+
+    untouched = vars(model_of_bridge())
+    ours = untouched | dict(moe_flex_dispatcher_backend=OURS, moe_token_dispatcher_type="flex")
+    by_hand = model_of_bridge(moe_flex_dispatcher_backend=OURS, moe_token_dispatcher_type="flex")
     assert "bridge" not in str(register())
-    with bridge_in(bridge_folder) as import_recipe:
-        assert "apply_flex_dispatcher_backend" in str(register()) and BRIDGE not in sys.modules
-        recipe = import_recipe()
+    with bridge_in(bridge_folder) as import_module:
+        text = str(register())
+        assert "apply_flex_dispatcher_backend" in text and "validate_flex_dispatcher_backend" in text
+        assert BRIDGE not in sys.modules
+        recipe, config = import_module(), import_module("config")
         module = sys.modules[BRIDGE]
         for _ in range(2):  # imported after register(), and before it
             assert applied(recipe, OURS) == applied(module, OURS) == ours
-            assert applied(recipe, "deepep") == experts | dict(seen="deepep")
-            assert applied(recipe, OURS, None)["seen"] == OURS, "a model without experts: as Megatron-Bridge does"
+            assert applied(recipe, "deepep") == untouched | dict(seen="deepep")
+            assert applied(recipe, OURS, num_moe_experts=None) == vars(model_of_bridge(None))
+            for validate in (validate_of(config), validate_of(module)):
+                assert validate(by_hand) is None and not hasattr(by_hand, "validated")
+                other = model_of_bridge(moe_flex_dispatcher_backend="deepep", moe_token_dispatcher_type="flex")
+                validate(other)
+                assert other.validated
             unregister()
-            assert applied(recipe, OURS) == applied(module, OURS) == experts | dict(seen=OURS)
+            if refuses:
+                for refusing in (partial(applied, recipe, OURS), partial(validate_of(config), by_hand)):
+                    with pytest.raises(ValueError, match="not a backend of Megatron-Bridge"):
+                        refusing()
+            else:
+                assert applied(recipe, OURS) == applied(module, OURS) == untouched | dict(seen=OURS)
             register()
 
 
 OTHER = "def apply_flex_dispatcher_backend(config, name): return config"
-NONE = "apply_flex_dispatcher_backend = None"
+NONE = "apply_flex_dispatcher_backend = validate_flex_dispatcher_backend = None"
 
 
 @pytest.mark.parametrize("bridge_folder, has_one", [(OTHER, True), (NONE, False)], indirect=["bridge_folder"])
@@ -427,11 +503,12 @@ report = dict(argv=sys.argv, name=__name__, path=sys.path[0], file=__file__, val
 if "WORLD_SIZE" in os.environ:
     import torch.distributed as dist
     sys.path.append(os.environ["TESTS"])
-    from megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
+    from lib.megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
     dist.init_process_group("gloo")
     use_layout(Layout(ep=2))
-    layer = make_layer(make_config())
-    layer(tokens_of(dist.get_rank()))[0].sum().backward()
+    layers = [make_layer(make_config(os.environ["DISPATCHER"])) for _ in range(2)]
+    for layer in layers:
+        layer(tokens_of(dist.get_rank()))[0].sum().backward()
     report["dispatcher"] = type(layer.token_dispatcher).__name__
     # Nobody destroys the buffers. That happens at exit, whether or not the groups still exist.
     if dist.get_rank() == 0:
@@ -472,12 +549,20 @@ def script(tmp_path) -> Path:
     return folder / "train.py"
 
 
-def test_launcher_runs_a_script_of_two_ranks(script, tmp_path):
+def start_ranks(folder: Path, *arguments: str, dispatcher: str = OURS) -> list[subprocess.Popen]:
+    """The launcher on two ranks, with a script that chooses this dispatcher."""
     # Here, not on rank 0: until that starts, others may take a port that is free now.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     group |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    processes = [start(tmp_path, "training/train.py", *CHOSEN, RANK=str(rank), **group) for rank in range(2)]
+    processes = [start(folder, *arguments, RANK=str(rank), DISPATCHER=dispatcher, **group) for rank in range(2)]
+    processes[0].store = store  # as long as the ranks live
+    return processes
+
+
+@pytest.mark.exhaustive
+def test_launcher_runs_a_script_of_two_ranks(script, tmp_path):
+    processes = start_ranks(tmp_path, "training/train.py", *CHOSEN)
     for rank, (out, err) in enumerate(map(finish, processes)):
         assert report_of(out) == dict(
             argv=["training/train.py", *CHOSEN],
@@ -490,7 +575,7 @@ def test_launcher_runs_a_script_of_two_ranks(script, tmp_path):
         )
         assert ("Replaced:" in out) == (rank == 0), "one rank says what was replaced"
         assert ("should_free_input" in out) == (rank == 0)
-        assert "do not choose it" not in err and "Error" not in err and "Traceback" not in err, err
+        assert "another token dispatcher" not in out and "Error" not in err and "Traceback" not in err, err
 
 
 def test_launcher_runs_a_module(script):
@@ -501,14 +586,16 @@ def test_launcher_runs_a_module(script):
 
 
 @pytest.mark.exhaustive
-def test_launcher_says_when_the_arguments_choose_another(script, tmp_path):
-    started = [start(tmp_path, str(script), *CHOSEN[:2]), start(tmp_path, str(script), RANK="1")]
-    for rank, (out, err) in enumerate(map(finish, started)):
-        assert report_of(out)["path"] == str(script.parent)
-        said = [line for line in err.splitlines() if "do not choose it" in line]
-        assert len(said) == (rank == 0) and ("Replaced" in out) == (rank == 0)
-        if rank == 0:
-            assert said[0].endswith("missing: --moe-flex-dispatcher-backend ep_dispatcher")
+@pytest.mark.parametrize("chosen, flags", [(OURS, False), ("allgather", False), ("allgather", True)])
+def test_launcher_says_when_a_layer_has_another_dispatcher(script, tmp_path, chosen, flags):
+    """Whether a script chooses in its code, with or against the flags, only its layers tell."""
+    processes = start_ranks(tmp_path, str(script), *(CHOSEN if flags else ()), dispatcher=chosen)
+    for rank, (out, _) in enumerate(map(finish, processes)):
+        assert report_of(out)["dispatcher"] == CLASSES[chosen]
+        said = [line for line in out.splitlines() if "another token dispatcher" in line]
+        assert len(said) == (rank == 0 and chosen != OURS), out
+        assert all(": allgather. " in line and "--moe-flex-dispatcher-backend ep_dispatcher" in line for line in said)
+        assert ("carries the tokens of megatron-core" in out) == (rank == 0 and chosen == OURS)
 
 
 OPTIONAL_SCRIPT = """
@@ -544,7 +631,7 @@ for module in pkgutil.iter_modules(m.__path__):
         importlib.import_module(m.__name__ + "." + module.name)
 import torch.distributed as dist
 sys.path.insert(0, os.environ["TESTS"])
-from megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
+from lib.megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 use_layout(Layout(ep=1))
 layer = make_layer(make_config())
@@ -553,7 +640,8 @@ print("REPORT", json.dumps([asked[1:], type(layer.token_dispatcher).__name__]), 
 """
 
 
-@pytest.mark.parametrize("switches", [exhaustive(""), "overlap=True, gemm_sm_margin=True"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("switches", ["", "overlap=True, gemm_sm_margin=True"])
 def test_transformer_engine_and_apex_are_looked_for_by_megatron_alone(switches):
     """Registration, all modules of the integration, and a pass of a layer. Importing the package asks for nothing."""
     command = [sys.executable, "-c", OPTIONAL_SCRIPT.replace("m.register()", f"m.register({switches})")]

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import torch
-from megatron_layer import device, make_config, make_layer, on_ranks
+from lib.megatron_layer import device, make_config, make_layer, on_ranks
 from torch.autograd import DeviceType
 
 from ep_dispatcher.tools.parity import profile

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import exhaustive
-from test_cuda_build import needs_module
-from test_errors import assert_refused
+from lib.cuda_build import needs_module
+from lib.errors import assert_refused
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, memory

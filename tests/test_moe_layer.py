@@ -1,4 +1,4 @@
-"""ep.MoELayer: a dense layer of the same parameters, with FSDP2, DDP, checkpoints and other numbers of ranks."""
+"""ep.MoELayer: a dense layer of the same parameters, with FSDP2, checkpoints and other numbers of ranks."""
 
 import copy
 import pickle
@@ -7,20 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from conftest import on_ranks
-from test_autograd import normal
-from test_errors import assert_refused, error_of
-from test_experts import swiglu_experts
+from lib.autograd import normal
+from lib.errors import assert_refused, error_of
+from lib.moe_layer import HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOKENS, NUM_TOPK, LoopedExperts, dense
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import device_of, same_bits
 
-HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 16, 24, 8, 3, 20
 ALL_ROWS = 4 * NUM_TOKENS * NUM_TOPK  # of any routing of up to 4 ranks
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 
@@ -59,20 +56,6 @@ def loss_of(y: Tensor, rank: int) -> Tensor:
     return (y.float() * normal(tuple(y.shape), 60 + rank).to(y.device)).sum()
 
 
-def gelu_experts(rows: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
-    hidden = F.gelu(torch.einsum("th,eih->tei", rows, w1) + b1)
-    return torch.einsum("tei,ehi->teh", hidden, w2) + b2
-
-
-def dense(x: Tensor, gate: Tensor, *experts: Tensor) -> Tensor:
-    """The layer in one process that has all experts; those with biases have GELU."""
-    rows = x.flatten(0, 1)
-    weights, chosen = F.linear(rows, gate).softmax(-1).topk(NUM_TOPK)
-    run = swiglu_experts if len(experts) == 2 else gelu_experts
-    of_chosen = run(rows, *experts).gather(1, chosen[:, :, None].expand(-1, -1, HIDDEN))
-    return (of_chosen * (weights / weights.sum(1, keepdim=True))[:, :, None]).sum(1).view(x.shape)
-
-
 def assert_dense(layer: nn.Module, y: Tensor, x: Tensor, divisor: int) -> None:
     """Results and all gradients are those of the sum of all ranks' losses, divided."""
     parameters = dict(layer.named_parameters())
@@ -85,21 +68,6 @@ def assert_dense(layer: nn.Module, y: Tensor, x: Tensor, divisor: int) -> None:
     for (name, p), leaf in zip(parameters.items(), leaves):
         assert leaf.grad.abs().sum() > 0.1, name
         torch.testing.assert_close(whole(p.grad), leaf.grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
-
-
-class LoopedExperts(nn.Module):
-    """Experts of a user."""
-
-    def __init__(self, num_local: int, device: str):
-        super().__init__()
-        self.w1 = nn.Parameter(normal((num_local, 2 * INTERMEDIATE, HIDDEN), 1 + dist.get_rank()).to(device) / 4)
-        self.w2 = nn.Parameter(normal((num_local, HIDDEN, INTERMEDIATE), 9 + dist.get_rank()).to(device) / 4)
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        groups = rows.split([*counts.tolist(), len(rows) - int(counts.sum())])
-        matrices = zip(self.w1.to_local()[:, None], self.w2.to_local()[:, None])
-        y = [swiglu_experts(x, w1, w2)[:, 0] for x, (w1, w2) in zip(groups, matrices)]
-        return torch.cat([*y, groups[-1]])
 
 
 @pytest.mark.parametrize("how", ["mesh", "group", "own experts", "limited rows", "biases"])
@@ -141,6 +109,29 @@ def test_autocast_and_compile_keep_results(rank, engine):
     torch.testing.assert_close(half, eager, rtol=5e-2, atol=5e-2)
 
 
+@on_ranks(2)
+def test_by_default_it_works_on_a_default_buffer(rank, engine):
+    """The first call was refused, because parameters are float32 and the buffer is bfloat16."""
+    device = device_of(engine, rank)
+    sizes = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=NUM_TOKENS)
+    with ep.Buffer(mesh_of(engine)["ep"], **sizes, engine=engine) as buffer:
+        torch.manual_seed(5)
+        layer = ep.MoELayer(buffer, INTERMEDIATE, bias=True, activation="gelu")
+        x = tokens(rank, device).bfloat16()
+        y = layer(x)
+        loss_of(y, rank).backward()
+        copied = copy.deepcopy(layer)
+        copied.experts.to(torch.bfloat16)  # a rounded router may choose other experts
+        torch.testing.assert_close(copied(x), y, rtol=5e-2, atol=5e-2)
+        shown = repr(layer)
+    for p in layer.parameters():
+        assert p.dtype == p.grad.dtype == torch.float32 and p.device.type == engine and p.grad.isfinite().all()
+    assert y.dtype == torch.bfloat16 and y.abs().mean() > 0.01
+    sizes = dict(num_local_experts=NUM_EXPERTS // 2, hidden=HIDDEN, intermediate=INTERMEDIATE, num_topk=NUM_TOPK)
+    for name, size in sizes.items():
+        assert f"{name}={size}" in shown, shown
+
+
 def draw_again(layer: ep.MoELayer) -> None:
     layer.to_empty(device=layer.buffer.engine)
     torch.manual_seed(5)
@@ -170,15 +161,13 @@ def sharded_layer(mesh, buffer: ep.Buffer) -> ep.MoELayer:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.device("meta"):
         layer = ep.MoELayer(buffer, INTERMEDIATE)
-    fully_shard(layer.experts, mesh=mesh["replicas"])
-    layer.experts.set_gradient_divide_factor(world.size())
-    layer.experts.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    layer.fully_shard_experts(mesh["replicas"])
     fully_shard(layer, mesh=world)
     draw_again(layer)
     return layer
 
 
-# FSDP2, DDP and checkpoints are PyTorch's alone, and on GPUs they need NCCL, so a GPU per rank: examples/moe_layer.py.
+# test_fsdp.py has all gradients under FSDP2 and DDP, on GPUs too.
 
 
 @on_ranks(4)
@@ -194,28 +183,6 @@ def test_fsdp2_around_it(rank):
         grads = [p.grad for p in part.parameters()]
         expected = torch.cat([whole(grad).flatten() for grad in grads]).norm()
         torch.testing.assert_close(nn.utils.get_total_norm(grads).full_tensor(), expected)
-
-
-@on_ranks(4)
-def test_ddp_around_it(rank):
-    mesh = mesh_of("cpu", 2)
-
-    def mean(grad: DTensor) -> DTensor:
-        """Of all ranks, as docs/pytorch.md has it."""
-        grad = grad / dist.get_world_size()
-        dist.all_reduce(grad.to_local(), group=mesh["replicas"].get_group())
-        return grad
-
-    with make_buffer(mesh["ep"], engine="cpu") as buffer:
-        layer, x = make_layer(buffer), tokens(rank, "cpu").requires_grad_()
-        names = [name for name, _ in layer.named_parameters() if name.startswith("experts.")]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, names)
-        for p in layer.experts.parameters():
-            p.register_hook(mean)
-        parallel = DistributedDataParallel(layer)
-        y = parallel(x)
-        loss_of(y, rank).backward()
-        assert_dense(layer, y, x, divisor=4)
 
 
 @on_ranks(4)
@@ -254,11 +221,19 @@ def test_wrong_arguments(rank, engine):
         assert_refused("router", ep.MoELayer, buffer, 8, router=3)
         assert_refused("experts", ep.MoELayer, buffer, experts=3)
         assert_refused("experts", ep.MoELayer, buffer, experts=nn.Linear(HIDDEN, HIDDEN))
-        assert_refused("options", ep.MoELayer, buffer, 8, max_rows=3)
-        assert_refused("options", ep.MoELayer, buffer, experts=own, overlap=False)
+        with pytest.raises(TypeError, match="activaton"):
+            ep.MoELayer(buffer, 8, activaton="gelu")
+        for option in (dict(overlap=False), dict(activation="gelu"), dict(num_parts=1), dict(quantize="mxfp8")):
+            assert error_of(ep.MoELayer, buffer, experts=own, **option).startswith(next(iter(option)))
+        wrong = dict(overlap="no", keep_activated=0, num_parts=True, max_recv_rows=-1, quantize="e5m2", bias=1)
+        for name, value in wrong.items():
+            assert error_of(ep.MoELayer, buffer, 8, **{name: value}).startswith(name)
+        assert error_of(ep.MoELayer, buffer, router=nn.Linear(8, 8), experts=own, dtype=torch.half).startswith("device")
         assert_refused("activation", ep.MoELayer, buffer, 8, activation="relu")
         layer, x = make_layer(buffer), tokens(0, device)
         assert_refused("x", layer, x.double())
+        for wrong_x in (x[..., :-1], x.sum(), None, [x]):  # PyTorch's text was about mat1 and mat2
+            assert error_of(layer, wrong_x).startswith("x is ")
         with pytest.raises(TypeError, match="Buffer"):
             pickle.dumps(layer)
         assert copy.deepcopy(layer).buffer is buffer

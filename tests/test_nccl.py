@@ -1,5 +1,6 @@
 """The NCCL wire: every bit is that of the definition, over NVLink and over sockets; who may use it."""
 
+import contextlib
 import os
 import threading
 import time
@@ -9,10 +10,11 @@ import nccl_wire
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on_ranks
-from test_cuda_build import needs_module
-from test_errors import assert_refused
-from test_nvshmem import run_wire
+from conftest import exhaustive, on_ranks
+from lib.cuda_build import needs_module
+from lib.errors import assert_refused
+from lib.faults import LONG_S
+from lib.nvshmem import run_wire
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
@@ -70,26 +72,46 @@ def test_graphs_outlive_a_suspend(num_ranks, ranks_per_node):
 
 
 class StandIn:
-    """A communicator of NCCL. ``hangs``: ranks whose start never returns."""
+    """A communicator of NCCL.
 
-    hangs: tuple[int, ...] = ()
-    freed: list[bool]
+    ``fails``, ``hangs``: the step, and the ranks on which it fails, or does not return before ``back`` is set
+    """
 
-    def __init__(self, comm_id: bytes, rank: int, num_ranks: int, max_ctas: int):
-        if dist.get_rank() in StandIn.hangs:
-            threading.Event().wait(30)
-        self.made_with = (comm_id, rank, num_ranks, max_ctas)
-        StandIn.freed = []
+    fails: tuple[str, tuple[int, ...]] = ("", ())
+    hangs: tuple[str, tuple[int, ...]] = ("", ())
+    back = threading.Event()
+    made: list["StandIn"] = []
+
+    def __init__(self):
+        self.freed: list[bool] = []
+        self.steps: list[str] = []
+        StandIn.made.append(self)
 
     @staticmethod
     def make_id() -> bytes:
         return b"id of %d" % dist.get_rank()
 
+    def take(self, step: str) -> None:
+        if step == StandIn.hangs[0] and dist.get_rank() in StandIn.hangs[1]:
+            StandIn.back.wait(30)
+        if step == StandIn.fails[0] and dist.get_rank() in StandIn.fails[1]:
+            raise RuntimeError(f"NCCL, {step}: remote process exited")
+        self.steps.append(step)
+        if self.freed:
+            raise RuntimeError("NCCL: the communicator was freed while it was made")
+
+    def join(self, comm_id: bytes, rank: int, num_ranks: int, max_ctas: int) -> None:
+        self.made_with = (comm_id, rank, num_ranks, max_ctas)
+        self.take("join")
+
+    def connect(self) -> None:
+        self.take("connect")
+
     def free(self, aborts: bool) -> None:
-        StandIn.freed.append(aborts)
+        self.freed.append(aborts)
 
 
-def make_rail(gpus: str, ranks_per_node: int):
+def make_rail(gpus: str, ranks_per_node: int, limit_s: float = LONG_S):
     """A rail as CudaEngine makes it, on these GPUs."""
     from ep_dispatcher.engines.cuda import nccl
 
@@ -97,8 +119,9 @@ def make_rail(gpus: str, ranks_per_node: int):
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     nccl._C_cuda, nccl.END_S = SimpleNamespace(NcclComm=StandIn), 30.0  # the machine may be busy
     topology = Topology.make(rank, ["host"] * num_ranks, ranks_per_node)
-    with Gather(dist.group.WORLD, LIMIT_S) as gather:
-        return nccl.NcclRail(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S, nccl_sms=4), [*gpus])
+    dist.barrier()  # all have what they import
+    with Gather(dist.group.WORLD, limit_s) as gather:
+        return nccl.NcclRail(SimpleNamespace(topology=topology, gather=gather, timeout_s=limit_s, nccl_sms=4), [*gpus])
 
 
 @needs_module
@@ -114,7 +137,7 @@ def test_ranks_join_the_communicator_of_their_rail(rank, ranks_per_node):
         order: list[str] = []
         rail.free(lambda order=order: order.append("before"))
         rail.free(lambda order=order: order.append("again"))
-        assert order == ["before"] and StandIn.freed == [not sound]
+        assert order == ["before"] and StandIn.made[-1].freed == [not sound]
 
 
 @needs_module
@@ -125,11 +148,51 @@ def test_a_gpu_of_two_nodes_is_refused(rank):
 
 
 @needs_module
+@pytest.mark.parametrize(
+    "step,hanging", [exhaustive("join", (1, 3)), ("join", (3,)), ("connect", (1, 3)), exhaustive("connect", (3,))]
+)
 @on_ranks(4, fresh=True)
-def test_a_communicator_that_never_starts(rank):
-    """Rank 3 hangs inside NCCL, or all who wait for it do."""
-    StandIn.hangs = (1, 3)
+def test_a_communicator_that_never_starts(rank, step, hanging):
+    """A rank hangs inside NCCL, or all of its rail do. All say so in time, and free what they have, once.
+
+    What comes back from NCCL later is not used: it learns that it was freed.
+    """
+    StandIn.hangs = (step, hanging)
     begin = time.monotonic()
-    with pytest.raises(ep.PeerTimeoutError):
-        make_rail("ABCD", 2)
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        make_rail("ABCD", 2, LIMIT_S)
     assert time.monotonic() - begin < LIMIT_S + 8
+    assert {1, 3} & set(caught.value.late_ranks) and caught.value.phase == "NCCL's start"
+    (comm,) = StandIn.made
+    assert comm.freed == [True]
+    before = list(comm.steps)
+    StandIn.back.set()
+    time.sleep(0.5)
+    assert comm.freed == [True] and comm.steps == before + [step] * (rank in hanging)
+
+
+@needs_module
+@pytest.mark.parametrize("step", ["join", "connect"])
+@on_ranks(4, fresh=True)
+def test_a_communicator_that_fails_on_one_rank(rank, step):
+    """All ranks raise it, and free theirs."""
+    StandIn.fails = (step, (2,))
+    with pytest.raises(RuntimeError, match=rf"NCCL, {step}: remote process exited \(on rank 2\)"):
+        make_rail("ABCD", 2)
+    assert [comm.freed for comm in StandIn.made] == [[True]]
+
+
+@needs_module
+@on_ranks(2, fresh=True)
+def test_it_is_freed_even_if_the_abort_of_the_rank_fails(rank):
+    """After a sticky error of CUDA the copies of an abort raise. NCCL's kernels have to end all the same."""
+    from ep_dispatcher.engines.cuda.engine import _abort
+
+    def fails():
+        raise RuntimeError("CUDA error")
+
+    for run in (lambda: None, fails):
+        rail = make_rail("AB", 1)
+        with pytest.raises(RuntimeError) if run is fails else contextlib.nullcontext():
+            _abort(SimpleNamespace(run=run, wait=fails), rail)
+        assert StandIn.made[-1].freed == [True]

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import pytest
 from conftest import exhaustive
-from node_model import COMPLETE, Event, Place, one_order
-from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, QUIET, RAIL_ENDS, WIRE_FLAGS, Protocol, Rank
-from test_node_model import BOTH, OPERATIONS, build, differing, subsets
+from lib.node_model import COMPLETE, Event, Place, one_order
+from lib.node_model_cases import BOTH, OPERATIONS, build, differing, subsets
+from lib.node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, QUIET, RAIL_ENDS, WIRE_FLAGS, Protocol, Rank
 
 # Rules that a test may take away.
 LISTEN_TO_RELAY = "a wait for a relayed flag listens to the relay"

@@ -13,36 +13,17 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
 
-import node_messages as messages
-import node_protocol as protocol
 import pytest
-from conftest import exhaustive
-from node_model import check_order
-from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, HOOKED, PUSHED, Protocol, Routing
+from conftest import exhaustive, long, sparsely
+from lib import node_messages as messages
+from lib import node_protocol as protocol
+from lib.node_model import check_order
+from lib.node_model_cases import BOTH, OPERATIONS, build, differing, everywhere, somewhere, subsets
+from lib.node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, HOOKED, PUSHED, Protocol
 
-BOTH = ("few", "many")
-OPERATIONS = (DISPATCH, COUNTED, CACHED, PUSHED, COMBINE, HOOKED)
 RULES = [value for name, value in vars(protocol).items() if name.isupper() and isinstance(value, str) and " " in value]
 RULES = [rule for rule in RULES if rule not in (*OPERATIONS, FACTORED)]
 LATE, MIXED = (False,), (False, True, True, False, True)  # early rows: on no rank, or on some in some operations
-
-
-def everywhere(nodes: int, ranks: int, chunks: int) -> Routing:
-    """Send every chunk of every rank to all ranks."""
-    receivers = frozenset(product(range(nodes), range(ranks)))
-    return {(source, chunk): receivers for source in receivers for chunk in range(chunks)}
-
-
-def somewhere(nodes: int, ranks: int, chunks: int, seed: int) -> Routing:
-    """Send each chunk to any ranks: to none, to some or to all."""
-    choose = random.Random(seed).random
-    routing = everywhere(nodes, ranks, chunks)
-    return {at: frozenset(r for r in sorted(routing[at]) if choose() < 0.5) for at in sorted(routing)}
-
-
-def build(shape: tuple[int, int, int], program, *, kind: type[Protocol] = Protocol, **options) -> Protocol:
-    nodes, ranks, chunks = shape
-    return kind(nodes, ranks, program, [everywhere(*shape), somewhere(*shape, 3)], chunks=chunks, **options)
 
 
 over_messages = partial(build, kind=messages.MessageProtocol)
@@ -59,24 +40,12 @@ def assert_no_fault(model: Protocol) -> None:
     assert not findings.faults, f"{findings.faults} with {model.programs}, {model.unusable}:\n{findings.trace}"
 
 
-def subsets(length: int) -> list[frozenset[int]]:
-    """Return all sets of operations of a program."""
-    return [frozenset(n + 1 for n in range(length) if bits >> n & 1) for bits in range(1 << length)]
-
-
-def differing(num_ranks: int, before, kinds, after):
-    """Yield programs of three operations; in the second one ranks do not all give the same."""
-    for first, mixed, last in product(before, product(kinds, repeat=num_ranks), after):
-        if len(set(mixed)) > 1:
-            yield [(first, kind, last) for kind in mixed]
-
-
 # Nodes, ranks of a node, chunks of tokens of a rank.
 @pytest.mark.parametrize("blocks", BOTH)
 @pytest.mark.parametrize(
     "shape,length",
-    [((2, 1, 3), 3), ((2, 2, 2), 3), ((3, 2, 1), 2), exhaustive((2, 2, 3), 4), exhaustive((3, 3, 2), 3)]
-    + [((12, 1, 1), 1), exhaustive((9, 2, 2), 2), exhaustive((32, 1, 1), 1)],
+    [exhaustive((2, 1, 3), 3), exhaustive((2, 2, 2), 3), ((3, 2, 1), 2), long((2, 2, 3), 4), long((3, 3, 2), 3)]
+    + [((12, 1, 1), 1), long((9, 2, 2), 2), exhaustive((32, 1, 1), 1)],
 )
 def test_no_order_goes_wrong(shape, length, blocks):
     """All programs of so many operations."""
@@ -88,10 +57,10 @@ def test_no_order_goes_wrong(shape, length, blocks):
     "shape,kinds",
     [
         ((2, 1, 2), OPERATIONS),
-        ((2, 2, 2), (DISPATCH, COMBINE)),
+        exhaustive((2, 2, 2), (DISPATCH, COMBINE)),
         exhaustive((2, 2, 2), (DISPATCH, CACHED, COMBINE)),
         exhaustive((2, 2, 3), (DISPATCH, HOOKED)),
-        exhaustive((3, 2, 2), (DISPATCH, COMBINE)),
+        long((3, 2, 2), (DISPATCH, COMBINE)),
     ],
 )
 def test_ranks_that_differ_stay_in_step(shape, kinds, blocks):
@@ -100,7 +69,7 @@ def test_ranks_that_differ_stay_in_step(shape, kinds, blocks):
 
 
 @pytest.mark.parametrize("blocks", BOTH)
-@pytest.mark.parametrize("shape,length", [((2, 1, 2), 2), ((2, 2, 2), 2), exhaustive((2, 2, 2), 3)])
+@pytest.mark.parametrize("shape,length", [((2, 1, 2), 2), ((2, 2, 2), 2), exhaustive((2, 1, 2), 3), long((2, 2, 2), 3)])
 def test_unusable_plans(shape, length, blocks):
     """In all programs any operations have an unusable plan: a new one, or an old one's handle."""
     check(shape, product(OPERATIONS, repeat=length), unusable=subsets(length), blocks=[blocks])
@@ -111,7 +80,7 @@ def test_unusable_plans_where_ranks_differ():
 
 
 @pytest.mark.parametrize("early", [LATE, MIXED])
-@pytest.mark.parametrize("shape,length", [((2, 2, 2), 2), exhaustive((2, 2, 3), 3)])
+@pytest.mark.parametrize("shape,length", [((2, 2, 2), 2), exhaustive((2, 1, 3), 3), long((2, 2, 3), 3)])
 def test_late_rows(shape, length, early):
     """Rows go after the comparison on all ranks, or on some of them."""
     kinds = (DISPATCH, CACHED, COMBINE)
@@ -143,7 +112,7 @@ def test_combines_with_factors(shape, length):
     check(shape, differing(4, (FACTORED,), (CACHED, COMBINE, FACTORED), (COMBINE,)))
 
 
-@pytest.mark.parametrize("seeds", [range(40), exhaustive(range(40, 600))])
+@pytest.mark.parametrize("seeds", [range(40), exhaustive(range(40, 150)), long(range(150, 600))])
 def test_long_programs_of_any_routing(seeds):
     for seed in seeds:
         choose = random.Random(seed)
@@ -264,7 +233,7 @@ def test_all_rules_are_tried():
     assert set(RULES) == NEEDED.keys() | COVERED
 
 
-@pytest.mark.parametrize("rule", NEEDED)
+@pytest.mark.parametrize("rule", sparsely(NEEDED, 4))
 def test_each_rule_is_needed(rule):
     assert faults_in(models_without(rule)) == NEEDED[rule]
 
@@ -276,7 +245,7 @@ def test_rules_that_agreement_covers():
 @pytest.mark.parametrize("blocks", BOTH)
 @pytest.mark.parametrize(
     "shape,length",
-    [((2, 1, 3), 2), ((2, 2, 2), 2), ((3, 1, 2), 2), exhaustive((2, 2, 2), 3), exhaustive((3, 2, 2), 2)]
+    [((2, 1, 3), 2), exhaustive((2, 2, 2), 2), exhaustive((3, 1, 2), 2), long((2, 2, 2), 3), exhaustive((3, 2, 2), 2)]
     + [((10, 1, 1), 1)],
 )
 def test_no_order_goes_wrong_over_messages(shape, length, blocks):

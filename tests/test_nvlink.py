@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import on_ranks
-from round_trip import make_buffer, round_trip
-from test_errors import error_of
+from lib.errors import error_of
+from lib.round_trip import make_buffer, round_trip
 
 from ep_dispatcher import buffer as buffer_module
 from ep_dispatcher import nvlink
@@ -170,7 +170,8 @@ def config_of_buffer(hosts: str, domains: str, rank: int, **changes):
 
     def make(engine, config):
         configs.append(config)
-        return SimpleNamespace(destroy=lambda: None, health=SimpleNamespace(is_busy=False, suspended=False))
+        health = SimpleNamespace(is_busy=False, suspended=False)
+        return SimpleNamespace(destroy=lambda: None, health=health, device="cpu")
 
     def domain():
         assert len(set(hosts)) > 1, "NVML was asked"

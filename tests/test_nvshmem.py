@@ -4,17 +4,16 @@ import ctypes
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT
-from test_packaging import find_nvcc
+from lib.commands import ROOT
+from lib.nvshmem import run_wire
 
 from ep_dispatcher import engines
+from ep_dispatcher.tools.nvcc import find_for_build
 
-LIMIT_S = 300
 SETTINGS = dict(
     EP_DISPATCHER_WIRE="nvshmem",
     NVSHMEM_REMOTE_TRANSPORT="none",  # else it looks for a network card, and does not start without one
@@ -44,12 +43,13 @@ wire_cases = [
 SPLITS = [pytest.param(2, 1, marks=wire_cases), pytest.param(4, 2, marks=wire_cases)]
 NODES_OF_ONE = [pytest.param(4, 1, marks=wire_cases)]
 MIXED_STEPS = 60
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
 def remote_wire(tmp_path_factory) -> Path:
     """Build the plug-in of NVSHMEM that is a network made of software."""
-    nvcc = find_nvcc()
+    nvcc = find_for_build()
     if nvcc is None:
         pytest.skip("no nvcc")
     library = tmp_path_factory.mktemp("remote_wire") / "libremote_wire.so"
@@ -70,21 +70,11 @@ def nvshmem_version() -> tuple[int, ...]:
     return tuple(part.value for part in parts)
 
 
-def run_wire(name: str, settings: dict[str, str], *args: int | str) -> None:
-    """Run nvshmem_wire.py or nccl_wire.py: these libraries, and CUDA, read their settings once in a process."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / f"tests/{name}_wire.py"), *map(str, args)]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=LIMIT_S)
-    print(result.stdout)  # pytest -s shows how long each part took
-    assert result.returncode == 0 and result.stdout.endswith("all: right\n"), (result.stdout + result.stderr)[-5000:]
-
-
-@pytest.mark.parametrize("wire", ["nvshmem", "nvshmem-puts"])
+@pytest.mark.parametrize("puts", [False, True])
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
-def test_every_bit_over_the_nvshmem_wire(num_ranks, ranks_per_node, wire):
+def test_every_bit_over_the_nvshmem_wire(num_ranks, ranks_per_node, puts):
     """By stores through NVLink, and by NVSHMEM's puts."""
-    run_wire("nvshmem", SETTINGS | dict(EP_DISPATCHER_WIRE=wire), num_ranks, ranks_per_node)
+    run_wire("nvshmem", SETTINGS, num_ranks, ranks_per_node, STEPS, num_ranks if puts else 0)
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", NODES_OF_ONE)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import exhaustive
 
 from ep_dispatcher import nvshmem_library
 from ep_dispatcher.nvshmem_library import IBGDA
@@ -68,7 +69,9 @@ def test_one_version_of_all_libraries(library, look):
     assert found.stdout.splitlines() == [str(dict(sorted(zip(paths, ("3.4.5", "3.4.5", "unknown"))))), "3.4.5"]
 
 
-@pytest.mark.parametrize("device,hosts", [("3.8.0", ["3.4.5"]), ("3.4.5", ["3.4.6"]), ("3.4.5", ["3.4.5", "3.8.0"])])
+@pytest.mark.parametrize(
+    "device,hosts", [("3.8.0", ["3.4.5"]), exhaustive("3.4.5", ["3.4.6"]), exhaustive("3.4.5", ["3.4.5", "3.8.0"])]
+)
 def test_a_mixture_is_refused_with_the_versions_and_the_fix(library, look, device, hosts):
     paths = [library(f"copy{i}", version) for i, version in enumerate(hosts)]
     found = look(device, *paths)
@@ -78,6 +81,7 @@ def test_a_mixture_is_refused_with_the_versions_and_the_fix(library, look, devic
     assert f"NVSHMEM_HOME={Path(paths[-1]).parents[1]} " in error
 
 
+@pytest.mark.exhaustive
 def test_what_has_no_version(library, look):
     """A library that was replaced since it was loaded, and a module of an older build."""
     found = look("3.4.5", library("later", "3.4.5"))
@@ -110,6 +114,7 @@ def test_the_doctor_says_the_same(monkeypatch, package, library):
     assert finding.state == "optional" and "ValueError: NVSHMEM: given device library 3.4.5" in finding.found, finding
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variable", ["LD_PRELOAD", "LD_LIBRARY_PATH"])
 def test_a_host_library_too_old_to_load_the_module(monkeypatch, package, library, variable):
     """NVSHMEM 3.4's lacks a variable that a module built with 3.8 needs."""

@@ -7,11 +7,13 @@ import pickle
 import pytest
 import torch
 from conftest import on_ranks
-from round_trip import HIDDEN, NUM_EXPERTS, NUM_TOPK, inputs, make_buffer
-from test_errors import assert_refused
+from lib.errors import assert_refused
+from lib.round_trip import HIDDEN, NUM_EXPERTS, NUM_TOPK, inputs, make_buffer
 from torch.optim.swa_utils import AveragedModel
 
 import ep_dispatcher as ep
+from ep_dispatcher.integrations.deep_ep.buffer import Runtime
+from ep_dispatcher.integrations.deep_ep.events import CommStream
 
 
 class Layer(torch.nn.Module):
@@ -53,6 +55,15 @@ def test_a_pickle_is_a_type_error_that_says_what_to_do_instead(rank):
             with pytest.raises(TypeError, match=r"^a Buffer .*state_dict\(\)"):
                 run()
         torch.save(layer.state_dict(), io.BytesIO())
+
+
+def test_an_object_that_answers_for_unknown_names_can_be_copied():
+    """copy and pickle ask for names before there are attributes; a __getattr__ that reads one then calls itself."""
+    runtime = Runtime(9, 16, CommStream())
+    for twin in (copy.copy(runtime), copy.deepcopy(runtime), pickle.loads(pickle.dumps(runtime))):
+        assert (twin.get_rdma_rank(), twin.get_num_rdma_ranks()) == (1, 2)
+        with pytest.raises(NotImplementedError, match="runtime.get_dispatch_layout"):
+            twin.get_dispatch_layout()
 
 
 @on_ranks(1)

@@ -12,10 +12,10 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from conftest import exhaustive
 
 pytest.importorskip("pybind11")
 pytest.importorskip("setuptools")
-from conftest import exhaustive
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -27,13 +27,6 @@ sys.modules["torch"] = None
 import setuptools.build_meta
 print(getattr(setuptools.build_meta, sys.argv[1])(sys.argv[2]))
 """
-
-
-def find_nvcc() -> str | None:
-    if os.environ.get("EP_DISPATCHER_CUDA") == "0":
-        return None
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    return shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes if home)]))
 
 
 def run(*command, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -76,23 +69,16 @@ def source(tmp_path_factory) -> Path:
     return folder / f"ep_dispatcher-{VERSION}"
 
 
-def build_wheel(source: Path, folder: Path, **environment: str) -> tuple[Path, str]:
-    """The wheel, built from the source distribution and unpacked, and what the build printed."""
-    result = run(sys.executable, "-c", HOOK, "build_wheel", folder, cwd=source, **environment)
+@pytest.fixture(scope="module")
+def unpacked(source) -> Path:
+    """The wheel of the CPU engine, from the source distribution. One for GPUs too is built by CI (.ci/wheels.py)."""
+    folder = source.parent / "wheel"
+    result = run(sys.executable, "-c", HOOK, "build_wheel", folder, cwd=source, EP_DISPATCHER_CUDA="0")
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "unpacked")
-    return folder / "unpacked", result.stdout
-
-
-@pytest.fixture(scope="module", params=["cpu", exhaustive("all")])
-def build(request, source) -> tuple[Path, str, list[str]]:
-    """The wheel of the CPU engine, or of all that can be built, for all GPUs: nvcc takes minutes. With its modules."""
-    if request.param == "cpu":
-        return *build_wheel(source, source.parent / "cpu", EP_DISPATCHER_CUDA="0"), ["_C_cpu"]
-    modules = ["_C_cpu", "_C_cuda"] if find_nvcc() else ["_C_cpu"]
-    return *build_wheel(source, source.parent / "all"), modules
+    return folder / "unpacked"
 
 
 def names(folder: Path, pattern: str) -> set[str]:
@@ -104,26 +90,24 @@ def test_the_source_distribution_has_all_of_csrc(source):
         assert names(source / "csrc", pattern) == names(ROOT / "csrc", pattern)
 
 
-def test_the_wheel_has_every_module_and_nothing_else(build):
-    unpacked, _, modules = build
+@pytest.mark.exhaustive
+def test_the_wheel_has_every_module_and_nothing_else(unpacked):
     expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
     expected |= {f"ep_dispatcher/{name}" for name in ("py.typed", *names(ROOT / "ep_dispatcher", "*.pyi"))}
-    compiled = {f"ep_dispatcher/{module}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for module in modules}
+    expected.add(f"ep_dispatcher/_C_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}")
     found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
-    assert found == expected | compiled
-    (wheel,) = unpacked.parent.glob("*.whl")
-    assert wheel.stat().st_size < 10e6
+    assert found == expected
 
 
-def test_the_compiled_module_loads_without_any_other_package(build):
-    unpacked, *_ = build
+@pytest.mark.exhaustive
+def test_the_compiled_module_loads_without_any_other_package(unpacked):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import _C_cpu; print('torch' in sys.modules)"
     result = run(sys.executable, "-I", "-S", "-c", code, unpacked / "ep_dispatcher", cwd=unpacked)
     assert result.stdout.strip() == "False", result.stderr
 
 
-def test_metadata(build):
-    unpacked, *_ = build
+@pytest.mark.exhaustive
+def test_metadata(unpacked):
     (file,) = unpacked.glob("*.dist-info/METADATA")
     metadata = Parser().parsestr(file.read_text())
     assert metadata["Version"] == VERSION
@@ -203,6 +187,7 @@ def fake(source, tmp_path):
         given = {"CC": "g++", "CXX": "g++", "EP_DISPATCHER_CUDA": "1", "EP_DISPATCHER_NVSHMEM": "0", **environment}
         result = run(sys.executable, *command, cwd=copy, PATH=before_path(tmp_path / "bin"), **given)
         assert result.returncode == 0, result.stdout + result.stderr
+        build.objects = sorted(re.findall(r"/(\w+\.(?:cu|cpp))[^/]*\.o$", log.read_text(), re.MULTILINE))  # by nvcc
         return sorted(set(re.findall(r"/(_C_\w+)\.[^/]*so$", log.read_text(), re.MULTILINE)))
 
     def build(hook: str = "build_wheel", **environment: str) -> tuple[dict[str, str], list[str]]:
@@ -233,12 +218,11 @@ def test_a_wheel_has_what_its_switches_ask_for(fake):
 @pytest.mark.parametrize(
     "change, compiled",
     [
-        ({"NVCC_FLAGS": "-lineinfo"}, ["_C_cuda"]),
+        exhaustive({"NVCC_FLAGS": "-lineinfo"}, ["_C_cuda"]),
         ({"NVCC_APPEND_FLAGS": "-lineinfo"}, ["_C_cuda"]),  # nvcc itself reads it
-        ({"EP_DISPATCHER_STAMPS": "1"}, ["_C_cuda"]),
-        ({"EP_DISPATCHER_PACE": "1"}, ["_C_cuda"]),
-        ({"CXXFLAGS": "-g1"}, ["_C_cpu"]),
-        ({"LDFLAGS": "-Wl,-O1"}, ["_C_cpu"]),
+        exhaustive({"EP_DISPATCHER_STAMPS": "1"}, ["_C_cuda"]),
+        exhaustive({"CXXFLAGS": "-g1"}, ["_C_cpu"]),
+        ({"LDFLAGS": "-Wl,-O1"}, ["_C_cpu", "_C_cuda"]),
         ({"CXX": "other-g++"}, ["_C_cpu", "_C_cuda"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -250,7 +234,7 @@ def test_other_flags_and_compilers_compile_again(fake, change, compiled):
     (flag,) = change.values()
     if "APPEND" not in next(iter(change)):
         name = next(iter(change)).removeprefix("EP_DISPATCHER_")
-        assert (f"-DEP_{name}" if flag == "1" else flag) in files[f"ep_dispatcher/{compiled[-1]}"]
+        assert (f"-DEP_{name}" if flag == "1" else flag) in files[f"ep_dispatcher/{compiled[0]}"]
     assert fake(**change)[1] == []
 
 
@@ -276,6 +260,17 @@ def test_code_is_for_the_gpus_here_and_a_wheel_for_all(fake, tmp_path, gpus, hoo
     code = re.findall(r"-gencode=arch=compute_(\d+),code=(\S+)", module.read_text())
     first, *others = expected
     assert code == [(first, f"[sm_{first},compute_{first}]"), *((one, f"sm_{one}") for one in others)]
+
+
+def test_nvcc_compiles_what_has_changed(fake):
+    """A kernel by itself, all for a header; for other flags of the linker nothing."""
+    fake()
+    every = fake.objects
+    assert {"bindings_cuda.cpp", "combine.cu", "engine.cpp"} <= set(every)
+    for change, expected in (("cuda/combine/combine.cu", ["combine.cu"]), ("cuda/engine.h", every)):
+        (fake.copy / "csrc" / change).write_text("// changed")
+        assert "_C_cuda" in fake()[1] and fake.objects == expected
+    assert fake(LDFLAGS="-s")[1] == ["_C_cpu", "_C_cuda"] and fake.objects == []
 
 
 def test_another_version_of_a_compiler_compiles_again(fake):
@@ -313,6 +308,7 @@ def test_builds_in_place_compile_once(fake):
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
   *'version("megatron-core")'*) exit {no_megatron} ;;
+  *nvcc.py*) exec {python} "$@" ;;
 esac
 echo "$EP_DISPATCHER_CUDA: $@" >> {log}
 case "$*" in
@@ -342,12 +338,26 @@ def make(source, tmp_path):
     (stamps / "torch").touch()
 
     def run_make(goal: str, no_megatron: int = 0, nvcc_works: int = 1, **environment: str):
-        program(python, FAKE_PYTHON.format(no_megatron=no_megatron, nvcc_works=nvcc_works, log=log))
+        program(
+            python, FAKE_PYTHON.format(python=sys.executable, no_megatron=no_megatron, nvcc_works=nvcc_works, log=log)
+        )
         log.write_text("")
         result = run("make", goal, cwd=copy, **{"EP_DISPATCHER_CUDA": "", **environment})
         return result, log.read_text().splitlines()
 
+    run_make.copy = copy
     return run_make
+
+
+def test_make_reads_the_extras_as_pip_takes_them():
+    """Also one with a marker, as of Triton: Megatron-core imports it in versions that want Python 3.12 or newer."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    (code,) = re.findall(r"^OF_EXTRAS = -c '(.*)'$", text, re.MULTILINE)
+    needs = ["numpy", 'psutil; extra == "m"', 'triton; python_version >= "3.12" and extra == "m"', 'x>=8; extra == "t"']
+    changed = code.replace("from importlib.metadata import requires;", f"requires = lambda name: {needs!r};")
+    assert changed != code
+    said = subprocess.run([sys.executable, "-c", changed, "m"], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["psutil", 'triton;python_version>="3.12"']
 
 
 @pytest.mark.parametrize("no_megatron, extras", [(0, "test examples"), (1, "test examples megatron")])
@@ -378,8 +388,34 @@ def test_make_builds_again_when_nvcc_appears(make, tmp_path):
     assert builds(**path, EP_DISPATCHER_CUDA="1")
 
 
-def test_make_goes_on_without_the_cuda_engine_where_nvcc_fails(make):
-    result, calls = make("demo", nvcc_works=0)
+@pytest.fixture
+def with_gpus(tmp_path):
+    """``with_gpus(bool)``: a PATH with an nvcc, and an nvidia-smi that finds a GPU or none."""
+
+    def path(there: bool) -> str:
+        program(tmp_path / "tools/nvcc", "#!/bin/sh\necho release 13\n")
+        return before_path(program(tmp_path / "tools/nvidia-smi", f"#!/bin/sh\nexit {int(not there)}\n").parent)
+
+    return path
+
+
+def test_make_demo_compiles_the_cuda_engine_only_for_a_gpu_or_where_it_is_asked_for(make, with_gpus):
+    def switch_of_the_build(goal: str, gpu: bool, **environment: str) -> list[str]:
+        result, calls = make(goal, PATH=with_gpus(gpu), **environment)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return [call.partition(":")[0] for call in calls if call.endswith(" -e .")]
+
+    assert switch_of_the_build("demo", gpu=False) == ["0"]
+    assert switch_of_the_build("demo", gpu=False) == []
+    assert switch_of_the_build("demo", gpu=True) == [""]
+    assert switch_of_the_build("demo-megatron", gpu=False, EP_DISPATCHER_CUDA="1") == ["1"]
+    make.copy.joinpath("ep_dispatcher/_C_cuda.cpython.so").touch()
+    assert switch_of_the_build("demo", gpu=False) == [""], "it has been compiled, and stays"
+    assert switch_of_the_build("demo-megatron", gpu=False) == []
+
+
+def test_make_goes_on_without_the_cuda_engine_where_nvcc_fails(make, with_gpus):
+    result, calls = make("demo", nvcc_works=0, PATH=with_gpus(True))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no such thing" in result.stdout and "without the CUDA engine" in result.stdout
     assert result.stdout.count("\n_C_cuda: takes about an hour\n") == 2  # shown while pip runs, and by itself

@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from conftest import exhaustive, on_ranks
-from test_dispatch_combine import make_buffer as buffer_of
-from test_errors import assert_refused, error_of
-from test_experts import MAX_TOKENS, SIZES, compare_with_dense, given_to, layer, make_case
+from lib.dispatch_combine import make_buffer as buffer_of
+from lib.errors import assert_refused, error_of
+from lib.experts import MAX_TOKENS, SIZES, compare_with_dense, given_to, layer, make_case
+from lib.faults import operations_so_far
 from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
@@ -91,12 +92,12 @@ def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int
 def test_an_error_of_either_part_comes_before_anything_is_sent(rank: int) -> None:
     """Also where the steps are nodes of autograd. test_experts has the other arguments."""
     with small_layer(rank) as (buffer, (x, *others), idx):
-        bad, epoch = idx.clone(), buffer._engine._c.epoch
+        bad, epoch = idx.clone(), operations_so_far(buffer)
         bad[-1, 1] = 77
         for around in (contextlib.nullcontext(), FlopCounterMode(display=False)):
             with around:
                 assert_refused("topk_idx[4, 1]", ep.moe_mlp, buffer, x, bad, *others, num_parts=2)
-        assert buffer._engine._c.epoch == epoch, "something was sent"
+        assert operations_so_far(buffer) == epoch, "something was sent"
         text = error_of(ep.moe_mlp, buffer, x, idx, *others, num_parts=2, max_recv_rows=1)
         assert text.startswith("max_recv_rows: too small"), text
 

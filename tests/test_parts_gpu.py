@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from test_experts import NAMES
+from lib.experts import NAMES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import on_ranks
-from round_trip import device, inputs, make_buffer
-from test_errors import assert_refused
+from lib.errors import assert_refused
+from lib.round_trip import device, inputs, make_buffer
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import same_bits

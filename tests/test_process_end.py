@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 import torch.distributed as dist
+from conftest import NO_CUDA
 
 COMMON = """
     import contextlib, functools, os, sys, threading, time
@@ -82,6 +83,26 @@ INSIDE = """
         os._exit(0)  # the wait of rank 0 ends by that
 """
 
+# A daemon thread waits for the other rank, and freeing fails, as after an error of the GPU. That held the end for ever.
+FREEING_FAILS = """
+    join(store=client)
+    buffer = make(timeout_s=60)
+
+    def fail():
+        raise RuntimeError("CUDA error")
+
+    def dispatch():
+        x = torch.zeros(8, 64, dtype=torch.bfloat16, device="cpu")
+        buffer.dispatch(x, torch.zeros(8, 2, dtype=torch.int64, device="cpu") + torch.arange(2, device="cpu"))
+
+    if rank == 0:
+        threading.Thread(target=dispatch, daemon=True).start()
+        while not buffer.live_engine().health.is_busy:
+            time.sleep(0.1)
+        buffer._engine._connections.free = fail
+    print("made", flush=True)
+"""
+
 # A daemon thread makes a buffer. The other rank arrives when the process has begun to end.
 MAKING = """
     join(store=client)
@@ -102,12 +123,77 @@ MAKING = """
 SCRIPTS = {
     "slow store": SLOW_STORE,
     "daemon thread in an operation": INSIDE,
+    "daemon thread in an operation, freeing fails": FREEING_FAILS,
     "daemon thread makes a buffer": MAKING,
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+# A kernel's assertion loses the GPU for this process, while a thread waits in a dispatch. The end of such a process is
+# PyTorch's own affair.
+LOST_GPU = """
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    join(store=client)
+    torch.cuda.set_device(0)
+    buffer = ep.Buffer(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, engine="cuda", timeout_s=40)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
+    idx = torch.zeros(8, 2, dtype=torch.int64, device="cuda") + torch.arange(2, device="cuda")
+    ok = torch.zeros((), dtype=torch.bool, device="cuda")
+    torch.cuda.synchronize()
+    if rank == 0:
+        left, ended = [], []
+
+        def dispatch():
+            try:
+                buffer.dispatch(x, idx)
+            except Exception as error:
+                left.append(error)
+
+        def watchdog():
+            try:
+                buffer.destroy()
+            except RuntimeError as error:
+                ended.append(error)
+
+        threads = [threading.Thread(target=dispatch, daemon=True), threading.Thread(target=watchdog, daemon=True)]
+        threads[0].start()
+        while not buffer.live_engine().health.is_busy:
+            time.sleep(0.1)
+        time.sleep(1)  # it waits
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch._assert_async(ok)
+        time.sleep(1)
+        threads[1].start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "destroy() or the dispatch does not end"
+        assert left and ended, (left, ended)
+        assert "given up" not in str(ended[0]) and "gave up" not in str(ended[0]), ended
+        client.set("ends", "")
+        print("made", flush=True)
+        os._exit(0)
+    client.wait(["ends"], timedelta(seconds=100))
+    print("made", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
+def test_a_lost_gpu_does_not_hold_destroy():
+    """Freeing raised in the thread inside, before that woke the watchdog."""
+    run_both(LOST_GPU)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "script",
+    SCRIPTS.values(),
+    ids=SCRIPTS,
+)
 def test_the_exit_code_is_0(script):
+    run_both(script)
+
+
+def run_both(script: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = textwrap.dedent(COMMON) + textwrap.dedent(script)
     command, pipes = [sys.executable, "-c", code], dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_dispatch_combine import Case, Inputs, check_case
+from lib.dispatch_combine import Case, Inputs, check_case
 
 from ep_dispatcher import reference
 from ep_dispatcher.tools.testing import same_bits, with_negative_zeros

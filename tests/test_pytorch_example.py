@@ -1,16 +1,16 @@
 """examples/pytorch_moe.py: FSDP2, mixed precision, torch.compile and checkpoints around ep.moe_mlp; and DDP."""
 
 import importlib
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from commands import ROOT, torchrun
-from conftest import exhaustive, launched_operations
-from test_experts import swiglu_experts
+from conftest import launched_operations, long
+from lib.commands import ROOT, torchrun
+from lib.experts import swiglu_experts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,8 +38,7 @@ def all_experts(experts: nn.Module):
 
 
 def dense_model() -> nn.Sequential:
-    topology = SimpleNamespace(rank=0, num_ranks=1)
-    buffer = SimpleNamespace(num_local_experts=example().NUM_EXPERTS, topology=topology)
+    buffer = SimpleNamespace(num_local_experts=example().NUM_EXPERTS, rank=0)
     model = example().make_model(buffer, checkpoints=False)
     for block in model[:-1]:
         block.experts.run = all_experts(block.experts)
@@ -76,15 +75,21 @@ def run(rank: int, options: dict) -> tuple[list[tuple[float, float]], list[str]]
         return example().train(NUM_STEPS, "cpu", **options), launched
 
 
-def test_fsdp2_trains_as_one_process_does(pools):
-    """Losses, and the norm of all gradients: those of experts are divided by all ranks, and each is counted once."""
-    ranks = pools(4).run(run, dict(precision="float32", compiles=False, checkpoints=False))
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_fsdp2_trains_as_one_process_does(pools, replicas):
+    """Losses, and the norm of all gradients: those of experts are means over all ranks, and each is counted once.
+
+    With one replica FSDP2 divided the gradients of experts twice.
+    """
+    options = dict(precision="float32", compiles=False, checkpoints=False)
+    ranks = pools(4).run(run, options | {"replicas": replicas})
     for step, (losses, norm) in enumerate(dense_steps(4)):
         for rank, (seen, _) in enumerate(ranks):
             assert seen[step] == pytest.approx((losses[rank], norm), rel=1e-3), (step, rank)
 
 
-@pytest.mark.parametrize("precision", ["policy", exhaustive("autocast")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["policy", "autocast"])
 def test_compile_and_checkpoints_change_no_bit_and_move_nothing(pools, precision):
     plain = dict(precision=precision, compiles=False, checkpoints=False)
     compiled = dict(precision=precision, compiles=True, checkpoints=True, backend="aot_eager")
@@ -99,7 +104,7 @@ def test_compile_and_checkpoints_change_no_bit_and_move_nothing(pools, precision
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", ["--precision autocast --no-compile", exhaustive("")])
+@pytest.mark.parametrize("options", ["--precision autocast --no-compile", long("")])
 def test_it_runs_as_a_user_starts_it(options, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, output, errors = torchrun(4, str(ROOT / "examples" / "pytorch_moe.py"), *options.split(), timeout_s=COMPILE_S)
@@ -108,16 +113,28 @@ def test_it_runs_as_a_user_starts_it(options, monkeypatch):
     assert len(losses) == 20 and losses[-1] < losses[0] / 2
 
 
+@pytest.mark.exhaustive
+def test_the_blocks_of_the_page_run_as_one_program(tmp_path, monkeypatch):
+    """A block without an import, or with a name that no block before it has made."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    page = (ROOT / "docs" / "pytorch.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 8
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks))
+    code, output, errors = torchrun(4, str(program), timeout_s=COMPILE_S)
+    assert code == 0, errors
+    assert "ep_dispatcher.dispatch." in output, "the profiler shows no step of an operation"
+
+
 def ddp_gradients(rank: int) -> dict[str, torch.Tensor]:
     """The gradients of one step with DDP for the dense parameters, as docs/pytorch.md has it."""
-    moe, num_ranks = example(), dist.get_world_size()
+    moe = example()
     sizes = dict(hidden=moe.HIDDEN, num_experts=moe.NUM_EXPERTS, num_topk=moe.NUM_TOPK)
     with ep.Buffer(**sizes, max_tokens_per_rank=moe.NUM_TOKENS, dtype=torch.float32, engine="cpu") as buffer:
         model = moe.make_model(buffer, checkpoints=False)
         experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(experts))
-        for p in experts.values():
-            p.register_hook(lambda grad: grad / num_ranks)
         x, target = moe.data(rank, 0, "cpu")
         parallel = DistributedDataParallel(model)  # it sums gradients as long as it lives
         F.mse_loss(parallel(x), target).backward()

@@ -5,7 +5,8 @@ That its figures are those of a file: test_bench_report.py.
 
 import re
 
-from commands import ROOT, torchrun
+import pytest
+from lib.commands import ROOT, torchrun
 
 README = (ROOT / "README.md").read_text()
 
@@ -16,6 +17,7 @@ def blocks(language: str) -> list[str]:
     return [code for name, code in zip(parts[1::4], parts[2::4]) if name == language]
 
 
+@pytest.mark.exhaustive
 def test_the_example_is_the_file_and_prints_what_is_shown():
     (example,) = blocks("python")
     path = ROOT / "examples" / "quickstart.py"

@@ -1,18 +1,16 @@
 """Many steps on one buffer, and many buffers at once: no growth, no interference, the same bits every time."""
 
-import gc
 import hashlib
-import os
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import test_dispatch_combine as grid
 import torch
 from conftest import exhaustive, on_ranks
-from test_dispatch_combine import Case, Inputs, Received, assert_step, expected_of, expert_rows, make_inputs, to
+from lib import dispatch_combine as grid
+from lib.dispatch_combine import Case, Inputs, Received, assert_step, expected_of, expert_rows, make_inputs, to
+from lib.steps import resources
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import ROUTINGS, device_of, make_routing, same_bits, with_negative_zeros
@@ -20,19 +18,6 @@ from ep_dispatcher.tools.testing import ROUTINGS, device_of, make_routing, same_
 NUM_STEPS = 200
 WARM_UP = 50
 MAX_TOKENS = 40
-
-
-def resources() -> dict[str, int]:
-    """Bytes of private memory, bytes of shared memory, open files and mappings of this process."""
-    gc.collect()
-    pages = [int(field) for field in Path("/proc/self/statm").read_text().split()]
-    page = os.sysconf("SC_PAGE_SIZE")
-    return {
-        "private": (pages[1] - pages[2]) * page,
-        "shared": pages[2] * page,
-        "files": len(os.listdir("/proc/self/fd")),
-        "mappings": Path("/proc/self/maps").read_text().count("\n"),
-    }
 
 
 def add_to(digest, *tensors) -> None:
@@ -70,9 +55,8 @@ def train(rank: int, engine: str, case: Case, pauses: int):
         return digest.hexdigest(), before, resources()
 
 
-@pytest.mark.parametrize(
-    "ranks_per_node,layout", [(4, "expert"), (2, "rank"), exhaustive(2, "expert"), exhaustive(1, "rank")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks_per_node,layout", [(4, "expert"), (2, "rank"), (2, "expert"), (1, "rank")])
 def test_steps_do_not_grow_and_repeat_their_bits(pools, engine, ranks_per_node, layout):
     alignment = 8 if layout == "expert" else 1
     case = Case(4, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, layout=layout, alignment=alignment)

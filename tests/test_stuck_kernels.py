@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from test_cuda_build import needs_module, reports_of
+from lib.cuda_build import needs_module, reports_of
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines import health
@@ -71,7 +71,7 @@ def engine(cuda):
     made._reports, made.aborts = reports_of(late)
     made.health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)
     made._stuck = StuckKernels(lambda: late)
-    made._aborts = SimpleNamespace(run=lambda: None)
+    made._aborts, made._config = SimpleNamespace(run=lambda: None), SimpleNamespace(timeout_s=30.0)
     return made
 
 
@@ -110,6 +110,7 @@ def test_a_kernel_that_ends_in_time_is_not_stuck(engine, cuda, monkeypatch):
     engine._stream = SimpleNamespace(query=lambda: answers.pop(0) if len(answers) > 1 else answers[0])
     engine._wait(engine._stream)
     freed, engine._device, engine._is_sound = [], None, False
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     engine._regions, engine._aborts = SimpleNamespace(free=freed.append), SimpleNamespace(free=lambda: None)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     engine._free()

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive, on_ranks
-from round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
-from test_errors import assert_refused, error_of
-from test_faults import mappings, tell, wait_for
+from lib.errors import assert_refused, error_of
+from lib.faults import mappings, tell, wait_for
+from lib.round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.optional import suspension
@@ -155,7 +155,7 @@ def test_all_ranks_say_alike_whether_it_can_be_suspended(rank: int, engine: str)
         round_trip(buffer)
 
 
-@pytest.mark.parametrize("change", ["suspend", "resume"])
+@pytest.mark.parametrize("change", ["suspend", exhaustive("resume")])
 @on_ranks(2, fresh=True)
 def test_a_rank_that_does_not_come(rank, engine, change):
     buffer = make_large(engine, timeout_s=3.0)

@@ -1,27 +1,23 @@
 """Regions that ranks of a node map: handles pass, addresses stay, memory goes and comes. A model plays CUDA."""
 
 import os
-import socket
 import sys
-import time
 from types import SimpleNamespace
 
-import driver_model
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from driver_model import PAGE, at, descriptors_of_memory
-from test_cuda_build import needs_module
-from test_faults import is_running, settles
+from lib import driver_model
+from lib.cuda_build import needs_module
+from lib.driver_model import PAGE, at, descriptors_of_memory
+from lib.faults import LONG_S, is_running, settles
 
 from ep_dispatcher.engines.optional import device_memory
-from ep_dispatcher.engines.optional.descriptors import Descriptors
 from ep_dispatcher.engines.optional.fabric_handles import FabricHandles
-from ep_dispatcher.gather import Gather, PeersLate
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.topology import Topology
 
-LIMIT_S = 4.0
 POOL = os.getppid()  # in a rank: the names of its sockets are not those of a pool that runs beside this one
 
 
@@ -36,82 +32,9 @@ def config_of_ranks(
         store=dist.PrefixStore(f"regions {buffer_id}", dist.distributed_c10d._get_default_store()),
         suspendable=True,
         buffer_id=buffer_id,
-        timeout_s=LIMIT_S,
+        timeout_s=LONG_S,
         gather=gather,
     )
-
-
-# ---- descriptors -----------------------------------------------------------------------------------------------------
-
-
-def file_with(text: str) -> int:
-    fd = os.memfd_create("test")
-    os.write(fd, text.encode())
-    return fd
-
-
-def text_of(fd: int) -> str:
-    return os.pread(fd, 100, 0).decode()
-
-
-@on_ranks(3, fresh=True)  # which open nothing else meanwhile
-def test_every_rank_gets_the_descriptors_of_all_others(rank):
-    num_ranks, before = dist.get_world_size(), len(os.listdir("/proc/self/fd"))
-    for turn, count in enumerate((1, 2, 0)):
-        descriptors = Descriptors(f"secret {POOL} {turn}", rank, num_ranks)
-        dist.barrier()
-        if rank == turn:
-            time.sleep(0.3)  # the others wait for a slow one
-        own = [file_with(f"{turn} {rank} {i}") for i in range(count)]
-        of_ranks = descriptors.exchange(own, LIMIT_S)
-        assert [[text_of(fd) for fd in fds] for fds in of_ranks] == [
-            [f"{turn} {other} {i}" for i in range(count)] if other != rank else [] for other in range(num_ranks)
-        ]
-        for fd in (*own, *(fd for fds in of_ranks for fd in fds)):
-            os.close(fd)
-        descriptors.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@on_ranks(3)
-def test_strangers_are_not_heard(rank):
-    descriptors = Descriptors(f"secret {POOL}", rank, 3)
-    dist.barrier()
-    if rank == 0:  # whoever finds the socket of rank 1 gets nothing, and disturbs nobody
-        for message in (b"", b"x", b"x" * 64, Descriptors._digest(descriptors, "from 0 to 2")):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-                stranger.connect(b"\0" + descriptors._digest("socket of 1"))
-                socket.send_fds(stranger, [message or b"?"], [file_with("a stranger's")])
-    dist.barrier()
-    own = file_with(f"of rank {rank}")
-    of_ranks = descriptors.exchange([own], LIMIT_S)
-    texts = [text_of(fd) for fds in of_ranks for fd in fds]
-    assert texts == [f"of rank {other}" for other in range(3) if other != rank]
-    descriptors.close()
-
-
-@on_ranks(3, fresh=True)  # which open nothing else meanwhile
-def test_a_rank_that_does_not_come_is_named(rank):
-    before = len(os.listdir("/proc/self/fd"))
-    descriptors = Descriptors(f"secret {POOL}", rank, 3)
-    dist.barrier()
-    if rank != 2:
-        own, started = file_with(""), time.monotonic()
-        with pytest.raises(PeersLate) as caught:
-            descriptors.exchange([own], 1.0)
-        assert caught.value.ranks == (2,) and 0.9 < time.monotonic() - started < 20
-        os.close(own)
-    dist.barrier()
-    descriptors.close()
-    dist.barrier()
-    if rank == 0:
-        descriptors = Descriptors(f"another secret {POOL}", rank, 3)
-        with pytest.raises(RuntimeError, match="rank 1 is on this host and its socket cannot be found: ranks of a"):
-            descriptors.exchange([], 1.0)
-        with pytest.raises(OSError):
-            Descriptors(f"another secret {POOL}", rank, 3)  # a name serves once
-        descriptors.close()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- device memory ---------------------------------------------------------------------------------------------------
@@ -197,7 +120,7 @@ def test_a_wrong_number_of_fabric_handles_is_an_error(rank):
     with pytest.raises(
         RuntimeError, match=f"^the store has {64 * (1 + rank)} bytes of fabric handles of rank {1 - rank}$"
     ):
-        handles.exchange([b"a" * 64] * (2 - rank), LIMIT_S)
+        handles.exchange([b"a" * 64] * (2 - rank), LONG_S)
 
 
 @needs_module
@@ -212,7 +135,7 @@ def test_where_a_rank_lacks_the_package_all_say_what_to_install(rank):
         if rank in lacking:
             sys.modules["cuda.bindings"] = None
             device_memory._driver.cache_clear()
-        with pytest.raises(ValueError) as caught, Gather(dist.group.WORLD, LIMIT_S) as gather:
+        with pytest.raises(ValueError) as caught, Gather(dist.group.WORLD, LONG_S) as gather:
             regions.regions_of(config_of_ranks(gather), "peer")
         text = str(caught.value)
         assert text.startswith("suspendable: given True, ") and "pip install 'cuda-bindings==12.*'" in text
@@ -227,7 +150,7 @@ def make(num_bytes: int, flag_bytes: int, buffer_id: int = POOL, wire: str = "pe
     from ep_dispatcher.engines.cuda import regions
 
     regions._tensor_at = lambda address, num_bytes, device: None
-    with Gather(dist.group.WORLD, LIMIT_S) as gather:
+    with Gather(dist.group.WORLD, LONG_S) as gather:
         made = regions.regions_of(config_of_ranks(gather, buffer_id, **config), wire)
         assert type(made) is regions.SuspendableRegions
         made.prepare(num_bytes, flag_bytes)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from round_trip import CONFIG, HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, make_buffer
-from test_errors import assert_refused
+from lib.errors import assert_refused
+from lib.round_trip import CONFIG, HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, make_buffer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Replicate, distribute_tensor

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ROOT
-from test_faults import is_running
+from lib.commands import environment
+from lib.faults import is_running
 
 from ep_dispatcher.tools import testing
 from ep_dispatcher.tools.testing import (
@@ -172,6 +172,7 @@ def test_a_rank_that_takes_too_long_is_killed_and_named_with_its_stack():
     assert pool.closed and all_gone(pids)
 
 
+@pytest.mark.exhaustive
 def test_no_rank_outlives_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
@@ -184,8 +185,7 @@ def test_no_rank_outlives_a_killed_parent(tmp_path):
         "    print(*pool.pids, flush=True)\n"
         "    pool.run(stay)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment()) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_running, pids))
         time.sleep(0.3)  # until the ranks are busy

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import time_line as script
 import torch
-from commands import ROOT
-from test_cuda_build import needs_module, needs_nvcc
+from lib.commands import ROOT
+from lib.cuda_build import needs_module, needs_nvcc
 
 from ep_dispatcher.engines import cuda_problem
 
@@ -151,11 +151,11 @@ def test_stamps_are_read_once(monkeypatch):
 
     with pytest.raises(RuntimeError, match="EP_DISPATCHER_STAMPS=1"):
         CudaEngine.stamps(SimpleNamespace(_compiled=SimpleNamespace(has_stamps=False)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr("ep_dispatcher.engines.cuda.engine.wait_for_device", lambda *_: None)
     sizes = dict(stamped_launches=2, stamped_operations=8, stamped_warps=20)
     compiled = SimpleNamespace(has_stamps=True, steps=STEPS, **sizes)
     given = []
-    engine = SimpleNamespace(_compiled=compiled, _stamps=None, all_sms=3, _device="cpu")
+    engine = SimpleNamespace(_compiled=compiled, _stamps=None, all_sms=3, _device="cpu", _start_limit_s=1.0)
     engine._c = SimpleNamespace(stamp_into=lambda *them: given.append(them))
     assert not CudaEngine.stamps(engine).any() and given == [(engine._stamps.data_ptr(), 3)]
     engine._stamps[1, 3, 1, 15, 26] = 7

@@ -1,12 +1,11 @@
 """The programs that ``python -m`` starts: all are listed, and none prints a warning."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 
 import pytest
-from commands import ROOT, run_module
+from lib.commands import ROOT, environment, run_module
 
 from ep_dispatcher.__main__ import TOOLS
 
@@ -31,7 +30,7 @@ def test_none_prints_a_warning():
     names = sorted(programs())
     if importlib.util.find_spec("megatron") is None:
         names.remove("ep_dispatcher.integrations.megatron.parity")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = environment(CUDA_VISIBLE_DEVICES="")
     started = {}
     for name in names:
         command = [sys.executable, "-W", "error", "-m", name, "--help"]
@@ -42,7 +41,9 @@ def test_none_prints_a_warning():
         assert output, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words, code", [([], 0), (["doctor"], 2)])
 def test_the_list_of_tools(words, code):
     found, output, _ = run_module("ep_dispatcher", *words)
     assert found == code and all(name in output for name, _ in TOOLS)
+    assert "engines cpu" in output.partition("\n")[0]

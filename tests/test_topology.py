@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from round_trip import make_buffer, round_trip
-from test_errors import error_of
+from lib.errors import error_of
+from lib.round_trip import make_buffer, round_trip
 
 from ep_dispatcher import buffer as buffer_module
 from ep_dispatcher.topology import Topology

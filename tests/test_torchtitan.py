@@ -1,14 +1,16 @@
 """ep_dispatcher.integrations.torchtitan: torchtitan's own trainer with this dispatcher and with its own ones."""
 
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive, launched_operations, planned_dispatches
+from lib.in_use import lines_in_use
 from torch.distributed.device_mesh import init_device_mesh
 
-from ep_dispatcher.tools.testing import RankError, make_routing, same_bits
+from ep_dispatcher.tools.testing import RankError, RankPool, make_routing, same_bits
 
 pytest.importorskip("torchtitan", reason="no torchtitan: it brings 1.5 GB (Triton, pyarrow), which .ci/run installs")
 
@@ -21,7 +23,7 @@ HIDDEN, NUM_EXPERTS, TOP_K = 32, 8, 3
 
 def run(rank: int, overrides: tuple[str, ...], options: dict) -> tuple[list[tuple[float, float]], list[str]]:
     """The losses and norms of a rank, and the operations of this engine that have run."""
-    from torchtitan_case import train
+    from lib.torchtitan_case import train
 
     torch._dynamo.reset()
     with launched_operations() as launched:
@@ -53,6 +55,19 @@ def test_it_trains_as_torchtitan_alone_does(pools, options, first):
 @pytest.fixture(scope="module")
 def plain(pools):
     return pools(4).run(run, (OURS,), dict(parallel=EP4))
+
+
+def said_in_use(rank: int) -> list[str]:
+    with lines_in_use() as said:
+        run(rank, (OURS,), dict(parallel=EP4))
+    return said
+
+
+def test_one_line_says_that_it_is_in_use():
+    with RankPool(4, timeout_s=COMPILE_S) as pool:  # fresh ranks: buffers of earlier tests would be used again
+        (line, *more), *others = pool.run(said_in_use)
+    assert more == [] and others == [[]] * 3
+    assert "carries the tokens of torchtitan 0.3" in line and "First buffer: Buffer(rank 0 of 1 node x 4, " in line
 
 
 CAPACITY = dict(moe_comm_backend="hybridep", non_blocking_capacity_factor=0.8)  # torchtitan allows CUDA graphs with it
@@ -131,7 +146,7 @@ def test_it_refuses_to_replace_a_policy_of_checkpoints_of_ones_own():
 
 def make_dispatchers(kind: str, **options) -> list:
     """Two dispatchers, torchtitan's of this kind or ours, with the ranks of the default group."""
-    import torchtitan_case as case
+    from lib import torchtitan_case as case
     from torchtitan.distributed.utils import set_spmd_backend
 
     from ep_dispatcher.integrations import torchtitan
@@ -155,14 +170,22 @@ def layer(dispatcher, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) 
     return dispatcher.combine(rows * rows * (1 + expert)[:, None], metadata, x)
 
 
-def gradients(rank: int, kind: str, options: dict, sizes: tuple[int, ...], compiles: bool) -> list:
-    """Outputs and gradients of layers with so many tokens, one after the other."""
+def gradients(
+    rank: int, kind: str, options: dict, sizes: tuple[tuple[int, int], ...], compiles: bool, crowds: bool
+) -> list:
+    """Outputs and gradients of layers with so many tokens on ranks 0 and 1, one after the other.
+
+    crowds: all tokens choose experts of rank 0
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     dispatchers, seen = make_dispatchers(kind, **options), []
     step = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
-    for num_tokens, dispatcher in [(sizes[0], dispatchers[1]), *((size, dispatchers[0]) for size in sizes)]:
+    for size, dispatcher in [(sizes[0], dispatchers[1]), *((size, dispatchers[0]) for size in sizes)]:
+        num_tokens = size[rank]
         ids, scores = make_routing("uniform", num_tokens, NUM_EXPERTS, TOP_K, seed=10 * num_tokens + rank)
+        if crowds:
+            ids = (ids[:, :1] + torch.arange(TOP_K)) % (NUM_EXPERTS // 2)
         x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(rank)).requires_grad_()
         scores.requires_grad_()
         out = step(dispatcher, x, scores, ids)
@@ -173,18 +196,90 @@ def gradients(rank: int, kind: str, options: dict, sizes: tuple[int, ...], compi
     return seen
 
 
-SIZES = (8, 20, 12)  # the second does not fit in the buffer of the first
+SIZES = ((20, 20), (8, 8), (12, 12))
 
 
 @pytest.mark.parametrize(
-    "options, compiles",
-    [({}, False), (dict(pad_multiple=16), False), ({}, True), (dict(non_blocking_capacity_factor=1.0), True)],
+    "options, sizes, compiles",
+    [
+        ({}, SIZES, False),
+        (dict(pad_multiple=16), SIZES, False),
+        ({}, SIZES, True),
+        (dict(non_blocking_capacity_factor=1.0), SIZES, True),
+        (dict(num_max_tokens_per_rank=32), ((8, 8), (32, 32), (12, 12)), True),
+        ({}, ((0, 20), (20, 0), (3, 7)), False),
+        exhaustive({}, ((0, 20), (20, 0), (3, 7)), True),
+        (dict(non_blocking_capacity_factor=1.0), ((1, 40), (40, 0), (3, 7)), False),
+        (dict(non_blocking_capacity_factor=1.0, num_max_tokens_per_rank=41), ((1, 40), (0, 41), (3, 7)), True),
+    ],
 )
-def test_outputs_and_gradients_are_those_of_all_to_all(pools, options, compiles):
-    everyone = pools(2).run(gradients, "ours", options, SIZES, compiles)
-    for ours, theirs in zip(everyone, pools(2).run(gradients, "all-to-all", {}, SIZES, False)):
+def test_outputs_and_gradients_are_those_of_all_to_all(pools, options, sizes, compiles):
+    """A rank without tokens in the first pass failed. A factor of 1.0 had room for this rank's tokens alone."""
+    crowds = options.get("non_blocking_capacity_factor") == 1.0
+    everyone = pools(2).run(gradients, "ours", options, sizes, compiles, crowds, timeout_s=COMPILE_S)
+    for ours, theirs in zip(everyone, pools(2).run(gradients, "all-to-all", {}, sizes, False, crowds)):
         for seen, expected in zip(ours, theirs):
             for a, b in zip(seen, expected):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    again = pools(2).run(gradients, "ours", {}, SIZES, False)
+    most = {name: number for name, number in options.items() if name == "num_max_tokens_per_rank"}
+    again = pools(2).run(gradients, "ours", most, sizes, False, crowds)
     assert all(same_bits(a, b) for r, s in zip(everyone, again) for t, u in zip(r, s) for a, b in zip(t, u))
+
+
+def too_many(rank: int, options: dict, sizes: tuple[tuple[int, int], ...], compiles: bool) -> tuple[str, str, float]:
+    """Kind and text of the error of layers with so many tokens, and the seconds of the last one."""
+    dispatcher = make_dispatchers("ours", **options)[0]
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+    for size in sizes:
+        ids, scores = make_routing("uniform", size[rank], NUM_EXPERTS, TOP_K, seed=rank)
+        x = torch.randn(size[rank], HIDDEN, requires_grad=True)
+        dist.barrier()
+        started = time.monotonic()
+        try:
+            step(dispatcher, x, scores, ids).sum().backward()
+        except (ValueError, RuntimeError) as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
+
+
+GIVEN = dict(num_max_tokens_per_rank=16)
+
+
+@pytest.mark.parametrize(
+    "options, sizes, compiles",
+    [
+        (GIVEN, ((16, 16), (16, 17)), False),
+        ({}, ((16, 4), (16, 17)), False),
+        ({}, ((16, 4), (8, 8), (4, 12), (16, 17)), True),  # the second growth ended in a SpeculationLogDivergence
+        exhaustive(GIVEN, ((16, 16), (16, 17)), True),
+        exhaustive(dict(non_blocking_capacity_factor=0.5, **GIVEN), ((4, 4), (16, 17)), False),
+    ],
+)
+def test_a_rank_that_alone_brings_too_many_tokens_says_so_at_once(options, sizes, compiles):
+    """It waited for the others with a larger buffer, until all gave up and named healthy ranks."""
+    with RankPool(2, timeout_s=COMPILE_S) as pool:
+        (kind, text, waited), (own_kind, own_text, own_waited) = pool.run(too_many, options, sizes, compiles)
+    assert own_kind == "TooManyTokensError" and "17 tokens" in own_text and "num_max_tokens_per_rank" in own_text
+    assert kind == "PeerTimeoutError" and "for rank 1." in text, text
+    limit_s = 60 if compiles else 10  # the limit of an operation is 100 s
+    assert max(waited, own_waited) < limit_s
+
+
+@pytest.mark.parametrize("sizes", [(16, 17), (17, 0), (17, 18)])
+def test_too_many_tokens_in_the_first_pass_are_an_error_of_all_ranks(pools, sizes):
+    most = max(sizes)
+    for kind, text, waited in pools(2).run(too_many, GIVEN, (sizes,), False):
+        assert kind == "TooManyTokensError" and waited < 10
+        assert f"{most} tokens" in text and "num_max_tokens_per_rank is 16" in text
+
+
+def leave_and_build_again(rank: int) -> tuple[str, str]:
+    """The errors of a model in which rank 1 brings too many tokens, and of the next model of the same processes."""
+    (first, *_), (second, *_) = (too_many(rank, GIVEN, sizes, False) for sizes in (((16, 16), (16, 17)), ((16, 16),)))
+    return first, second
+
+
+def test_the_next_model_gets_a_buffer_of_its_own():
+    """Rank 1 has dropped the buffer that it left, and rank 0 has one that ended."""
+    with RankPool(2, timeout_s=COMPILE_S) as pool:
+        assert pool.run(leave_and_build_again) == [("PeerTimeoutError", ""), ("TooManyTokensError", "")]

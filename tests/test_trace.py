@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import on_ranks
-from test_dispatch_combine import Case, make_buffer, make_inputs
-from test_errors import error_of
+from lib.dispatch_combine import Case, make_buffer, make_inputs
+from lib.errors import error_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ep_dispatcher as ep

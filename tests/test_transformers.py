@@ -1,14 +1,17 @@
 """ep_dispatcher.integrations.transformers: models of transformers with this implementation and with its all_to_all."""
 
 import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive, launched_operations, planned_dispatches
+from conftest import HANG_S, exhaustive, launched_operations, planned_dispatches
+from lib.commands import ROOT, torchrun
+from lib.in_use import lines_in_use
 
 import ep_dispatcher as ep
-from ep_dispatcher.tools.testing import RankError
+from ep_dispatcher.tools.testing import RankError, RankPool
 
 WHY = "no transformers 5.24 with accelerate, which .ci/run installs"
 transformers = pytest.importorskip("transformers", minversion="5.24", reason=WHY)
@@ -148,6 +151,24 @@ def test_checkpoints_and_compile_change_nothing(pools, saved):
     pools(4).run(kinds, saved("qwen3_moe"))
 
 
+def first_forward(rank: int, folder, compiles: bool) -> list[str]:
+    with lines_in_use() as said:
+        model = load(folder, "ep_dispatcher", BATCHES, torch.float32)
+        if compiles:
+            model.compile(backend="aot_eager")
+        model(input_ids=tokens(rank, BATCHES, 6))
+    return said
+
+
+@pytest.mark.parametrize("compiles", [False, exhaustive(True)])
+def test_one_line_says_that_it_is_in_use(saved, compiles):
+    folder = saved("qwen3_moe")
+    with RankPool(4, timeout_s=HANG_S) as pool:  # fresh ranks: buffers of earlier tests would be used again
+        (line, *more), *others = pool.run(first_forward, folder, compiles)
+    assert more == [] and others == [[]] * 3
+    assert "carries the tokens of transformers 5." in line and "First buffer: Buffer(rank 0 of 1 node x 4, " in line
+
+
 def refused(rank: int, folder, layout: dict, dtype: torch.dtype, limit: str | None) -> None:
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +182,7 @@ def refused(rank: int, folder, layout: dict, dtype: torch.dtype, limit: str | No
     "layout, dtype, limit, experts, text",
     [
         (BATCHES, torch.float64, None, 8, "dtype: given torch.float64, allowed: "),
-        (BATCHES, torch.float32, "4", 8, "5 tokens, allowed: up to EP_DISPATCHER_MAX_TOKENS_PER_RANK=4"),
+        (BATCHES, torch.float32, "4", 8, "5 tokens on rank"),
         (BATCHES, torch.float32, "none", 8, "EP_DISPATCHER_MAX_TOKENS_PER_RANK: given 'none', allowed: an integer"),
         (BATCHES, torch.float32, None, 6, "evenly shard 6 experts across 4"),
         (dict(fsdp_size=4, ep_size=3), torch.float32, None, 8, "`ep_size` must divide"),
@@ -174,9 +195,44 @@ def test_wrong_settings_are_errors_on_every_rank(pools, saved, layout, dtype, li
     assert len(failures) == 4 and all(kind == "ValueError" and text in said for kind, said, _ in failures), error.value
 
 
+def one_too_many(rank: int, folder) -> tuple[str, str, float]:
+    """The error of this rank when rank 1 alone brings more tokens than EP_DISPATCHER_MAX_TOKENS_PER_RANK says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "4")
+        model = load(folder, "ep_dispatcher", BATCHES, torch.float32)
+        dist.barrier()
+        started = time.monotonic()
+        try:
+            model(input_ids=torch.ones(1, 4 + (rank == 1), dtype=torch.int64))
+        except (ValueError, RuntimeError) as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
+
+
+def test_a_rank_that_alone_brings_too_many_tokens_says_so_at_once(saved):
+    """Its peers waited out their limit of 100 s, and no text named the tokens of that rank to them."""
+    with RankPool(4, timeout_s=HANG_S) as pool:
+        ranks = pool.run(one_too_many, saved("qwen3_moe"))
+    for rank, (kind, text, waited_s) in enumerate(ranks):
+        assert kind == ("ValueError" if rank == 1 else "PeerTimeoutError") and waited_s < 20, (rank, kind, text)
+        assert ("5 tokens on rank 1" in text) if rank == 1 else ("for rank 1." in text), text
+
+
 def test_without_the_interface_register_says_what_is_needed(monkeypatch):
     from ep_dispatcher.integrations.transformers import register
 
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
     with pytest.raises(ImportError, match="allowed: transformers 5.24"):
         register()
+
+
+def test_the_example_has_the_losses_of_all_to_all():
+    """As docs/transformers.md starts it."""
+    seen = []
+    for implementation in ("ep_dispatcher", "all_to_all"):
+        command = str(ROOT / "examples" / "transformers_moe.py"), "--implementation", implementation
+        code, output, errors = torchrun(4, *command)
+        assert code == 0, output + errors
+        seen.append([float(line.split()[-1]) for line in output.splitlines() if line.startswith("step ")])
+    assert len(seen[0]) == 10 and seen[0][-1] < seen[0][0] - 0.5
+    assert seen[0] == pytest.approx(seen[1], abs=2e-3)

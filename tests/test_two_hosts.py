@@ -1,6 +1,6 @@
 """Several hosts on this machine: every bit of the CPU engine is right, and the commands of the pages for hosts work.
 
-Buffers find by themselves which ranks are on one host. tests/two_hosts.py makes the hosts.
+Buffers find by themselves which ranks are on one host. tests/lib/two_hosts.py makes the hosts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import test_dispatch_combine as grid
-import test_nodes
-from commands import ROOT
-from conftest import exhaustive
-from two_hosts import Hosts, HostsPool
+from conftest import exhaustive, long
+from lib import dispatch_combine as grid
+from lib import nodes as node_cases
+from lib.commands import ROOT
+from lib.two_hosts import Hosts, HostsPool
 
 import ep_dispatcher as ep
 
@@ -49,14 +49,14 @@ def by_default(nodes: tuple, run, rank: int, *given):
         (2, {}, "eth0"),
         exhaustive(2, {}, None),  # gloo finds the interface by the host's own name
         exhaustive(2, dict(names=False), "eth0"),
-        exhaustive(2, dict(interfaces=2), "eth0"),  # names lead to the other one
-        exhaustive(2, dict(mtu=9000), "eth0"),
-        exhaustive(2, dict(ipv6=True), "eth0"),
+        long(2, dict(interfaces=2), "eth0"),  # names lead to the other one
+        long(2, dict(mtu=9000), "eth0"),
+        long(2, dict(ipv6=True), "eth0"),
         exhaustive(2, dict(ipv6=True, mtu=9000), None),
         exhaustive(2, dict(loss=5), "eth0"),
-        exhaustive(2, dict(rate="20mbit"), "eth0"),
+        long(2, dict(rate="20mbit"), "eth0"),
         exhaustive(3, {}, "eth0"),
-        exhaustive(4, {}, "eth0"),
+        long(4, {}, "eth0"),
     ],
     ids=str,
 )
@@ -68,9 +68,9 @@ def test_bits_of_the_definition(make_hosts, num_hosts, options, interface):
         for case in CASES:
             case = dataclasses.replace(case, num_ranks=num_ranks, ranks_per_node=per_host)
             grid.check_case(lambda _: pool, "cpu", case, run=partial(by_default, nodes, grid.run_case))
-        case = grid.Case(num_ranks, per_host, **test_nodes.SMALL)
+        case = grid.Case(num_ranks, per_host, **node_cases.SMALL)
         before = [sent(hosts, host) for host in range(num_hosts)]
-        pool.run(partial(by_default, nodes, test_nodes.train), "cpu", case, 4)
+        pool.run(partial(by_default, nodes, node_cases.train), "cpu", case, 4)
         for host in range(num_hosts):
             eth0, *others = (now - then for now, then in zip(sent(hosts, host), before[host]))
             assert eth0 > 1_000_000 > sum(others)
@@ -104,13 +104,14 @@ def command_for_two_hosts(page: str) -> str:
     return command.replace("--node-rank 0", "--node-rank $NODE_RANK").strip()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program,said",
     [
         ("quickstart", "right: True"),
-        exhaustive("train_moe_lm", "AGREE"),
-        exhaustive("megatron_gpt", "AGREE"),
-        exhaustive("parity", "the same within rounding"),
+        long("train_moe_lm", "AGREE"),
+        long("megatron_gpt", "AGREE"),
+        ("parity", "the same within rounding"),
     ],
 )
 def test_commands_of_the_page(make_hosts, program, said, tmp_path):
@@ -130,7 +131,7 @@ def test_commands_of_the_page(make_hosts, program, said, tmp_path):
 RESTARTED = """
 import os, signal, sys, time
 import torch.distributed as dist
-from round_trip import make_buffer, round_trip
+from lib.round_trip import make_buffer, round_trip
 dist.init_process_group("gloo")
 rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 buffer = make_buffer(timeout_s=5)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT
+from lib.commands import ROOT
 
 TRAINING = """
 import os, time, torch
@@ -42,6 +42,7 @@ def run(*command) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("make_hosts")  # skipped where there can be none
 def test_an_engine(tmp_path):
     sizes = "--tokens 256 --hidden 1024 --iters 3 --rates none 1gbit".split()
@@ -53,6 +54,7 @@ def test_an_engine(tmp_path):
     assert times[1] > 2 * 2.1e6 / 125e6, "what a rank sends, twice, at that rate"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("make_hosts")
 def test_jobs_of_megatron_lm(tmp_path, monkeypatch):
     package = tmp_path / "megatron" / "training"

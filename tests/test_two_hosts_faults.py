@@ -17,9 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
-from round_trip import check_new_buffer, make_buffer, round_trip
-from test_faults import (
+from conftest import exhaustive, long
+from lib.faults import (
     LIMIT_S,
     LONG_S,
     assert_nothing_left,
@@ -29,7 +28,8 @@ from test_faults import (
     settles,
     store_on_rank_0,
 )
-from two_hosts import Hosts, HostsPool
+from lib.round_trip import check_new_buffer, make_buffer, round_trip
+from lib.two_hosts import Hosts, HostsPool
 
 import ep_dispatcher as ep
 
@@ -152,8 +152,10 @@ def suspend_a_host(hosts: Hosts, seconds: float) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", [pull_the_cable, suspend_a_host])
-@pytest.mark.parametrize("makes_buffers", [False, True])
+@pytest.mark.parametrize(
+    "fault,makes_buffers",
+    [(pull_the_cable, False), (suspend_a_host, True), long(pull_the_cable, True), long(suspend_a_host, False)],
+)
 def test_a_host_is_away_and_comes_back(make_hosts, fault, makes_buffers):
     all_notice_s = LIMIT_S + 2 * LATER_S
     seen = run_with(make_hosts(2), lambda hosts, pool: fault(hosts, all_notice_s), endure, None, makes_buffers)

@@ -1,14 +1,22 @@
-"""The stubs of the compiled modules have their names."""
+"""The stubs of the compiled modules have their names, and the types of arguments the words that are allowed.
+
+That a user's code and the examples have types: format.sh, with tests/typed/.
+"""
 
 import ast
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 
 import ep_dispatcher
+from ep_dispatcher import Buffer, argument_types, checks, dispatch
+from ep_dispatcher.engines.cpu.engine import CpuEngine
+from ep_dispatcher.moe import activation
 
 PACKAGE = Path(ep_dispatcher.__file__).parent
 
@@ -55,3 +63,22 @@ def test_a_stub_has_the_names_of_its_module(name):
         if members and issubclass(getattr(module, error, object), Exception):
             compiled[error] = members
     assert stub == compiled
+
+
+def test_the_words_of_the_types_are_those_that_are_allowed():
+    words = {name: get_args(value) for name, value in vars(argument_types).items() if get_args(value)}
+    assert words["Layout"] == CpuEngine.layouts == (*words["TrainingLayout"], "decode")
+    assert (None, *words["Quantize"]) == checks.QUANTIZE == (*checks.BLOCKS_OF_128, checks.MXFP8)
+    assert (None, *words["QuantizeBlocks"]) == checks.BLOCKS_OF_128 and checks.POWERS_OF_TWO in checks.BLOCKS_OF_128
+    assert words["ActivationFunction"] == activation.FUNCTIONS
+    assert set(words["ActivationName"]) == set(activation.NAMED)
+    assert all(one.function in activation.FUNCTIONS for one in activation.NAMED.values())
+
+
+@pytest.mark.parametrize(
+    "function, options", [(dispatch, "DispatchOptions"), (Buffer.dispatch, "BufferDispatchOptions")]
+)
+def test_the_options_of_the_overloads_are_those_of_the_function(function, options):
+    parameters = inspect.signature(function).parameters
+    keywords = {name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    assert {*getattr(argument_types, options).__annotations__, "quantize"} == keywords

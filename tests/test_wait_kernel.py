@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import ROOT, compile_header
 from conftest import exhaustive
+from lib.commands import ROOT, compile_header
 
 from ep_dispatcher.engines.cuda.aborts import rank_set
 

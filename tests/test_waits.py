@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on, on_ranks
-from round_trip import device, inputs, make_buffer, outputs, round_trip
-from test_errors import error_of
+from conftest import exhaustive, on, on_ranks
+from lib.errors import error_of
+from lib.round_trip import device, inputs, make_buffer, outputs, round_trip
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -23,8 +23,8 @@ def make_waits(buffer: ep.Buffer) -> tuple[Tensor, Tensor]:
     return waits[0], waits[1]
 
 
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-@pytest.mark.parametrize("operation,victim", [("dispatch", 1), ("combine", 2), ("backward", 3)])
+@pytest.mark.parametrize("ranks_per_node", [4, 2, exhaustive(1)])
+@pytest.mark.parametrize("operation,victim", [("dispatch", 1), exhaustive("combine", 2), ("backward", 3)])
 @on_ranks(NUM_RANKS)
 def test_the_late_rank_is_waited_for(rank, engine, operation, victim, ranks_per_node):
     """One rank comes late to one operation."""

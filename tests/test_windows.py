@@ -6,13 +6,13 @@ tests/test_window_kernel.py is a model of it, without a GPU.
 import time
 
 import pytest
-import round_trip
 import torch
 from conftest import exhaustive, on
-from test_decode import assert_case as assert_decoded
-from test_decode import replay as replay_decode
-from test_decode import run_case as run_decode
-from test_dispatch_combine import (
+from lib import round_trip
+from lib.decode import assert_case as assert_decoded
+from lib.decode import replay as replay_decode
+from lib.decode import run_case as run_decode
+from lib.dispatch_combine import (
     Case,
     assert_same,
     check_results,
@@ -22,8 +22,8 @@ from test_dispatch_combine import (
     random_rows,
     run_case,
 )
-from test_errors import DISAGREEMENTS, make_disagreement
-from test_nodes import SMALL, change_routing, replay
+from lib.errors import DISAGREEMENTS, make_disagreement
+from lib.nodes import SMALL, change_routing, replay
 
 from ep_dispatcher import PeerTimeoutError, memory
 

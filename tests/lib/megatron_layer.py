@@ -138,7 +138,7 @@ def use_layout(layout: Layout) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
-    capacity.grown = 0.0
+    capacity.job = capacity.Job()
     buffers._has_warned = False
     if layout != _layout:
         leave_layout()

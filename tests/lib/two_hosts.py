@@ -1,6 +1,6 @@
 """Hosts of one machine, from Linux namespaces: own network and address, host name, processes and /dev/shm.
 
-    sudo python tests/two_hosts.py 'torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 2 ...'
+    sudo python tests/lib/two_hosts.py 'torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 2 ...'
 
     with Hosts(2, rate="10gbit") as hosts:      # ValueError where `problem()` says why there can be none
         process = hosts.run(1, "torchrun ...")  # a Popen
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ep_dispatcher.tools.testing import RankPool, rank_main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
 OWN = "--net --uts --ipc --mount --pid --mount-proc"
 MOUNTS = "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys"
@@ -211,9 +211,9 @@ class Hosts(AbstractContextManager):
         """
         own = {
             "NODE_RANK": str(host),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
         }
         names = {kind: "mount" if kind == "mnt" else kind for kind in NAMESPACES}

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
-from node_model import EPOCHS, Agent, Event, Place
+from lib.node_model import EPOCHS, Agent, Event, Place
 
 Rank = tuple[int, int]
 Routing = Mapping[tuple[Rank, int], frozenset[Rank]]  # receivers of a chunk of tokens, by source and chunk

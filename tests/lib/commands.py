@@ -6,7 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**own: str) -> dict[str, str]:
+    """The variables of a command: the tester's own ones win, and the project can be imported."""
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | own
 
 
 def run_module(*command: str, timeout_s: float = 600) -> tuple[int, str, str]:
@@ -14,10 +20,10 @@ def run_module(*command: str, timeout_s: float = 600) -> tuple[int, str, str]:
 
     When the time is up, or the test is interrupted, everything that it has started is killed.
     """
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     run, pipe = [sys.executable, "-m", *command], subprocess.PIPE
-    with subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as process:
+    with subprocess.Popen(
+        run, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True
+    ) as process:
         try:
             output, errors = process.communicate(timeout=timeout_s)
         finally:

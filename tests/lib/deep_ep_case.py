@@ -15,7 +15,7 @@ from conftest import as_test, load
 from torch import Tensor
 
 from ep_dispatcher import reference
-from ep_dispatcher.integrations.deep_ep import Buffer
+from ep_dispatcher.integrations.deep_ep import Buffer, destroy_buffers
 from ep_dispatcher.tools.testing import device_of
 
 RANKS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 3
@@ -56,7 +56,7 @@ def install(rank: int) -> None:
 
 @contextlib.contextmanager
 def environment(case: Case, **variables: str) -> Iterator[None]:
-    """The switches that the case wants, in this rank."""
+    """The switches that the case wants, in this rank. The memory of a block without an error goes after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EP_DISPATCHER_ENGINE", case.engine)
         patch.setenv("EP_DISPATCHER_DEEP_EP_EXACT", "1" if case.exact else "0")
@@ -64,6 +64,7 @@ def environment(case: Case, **variables: str) -> Iterator[None]:
         for name, value in variables.items():
             patch.setenv(name, value)
         yield
+        destroy_buffers()
 
 
 @contextlib.contextmanager

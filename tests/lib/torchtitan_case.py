@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
-from commands import ROOT
 from torch.distributed.fsdp import FSDPModule
+
+from lib.commands import ROOT
 
 titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # without a GPU torchtitan takes "cuda"
 

@@ -14,8 +14,8 @@ direction, is left out between these two ranks. Rows are packed before they leav
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from node_model import EPOCHS, LATE_WRITE, Agent, Place
-from node_protocol import (
+from lib.node_model import EPOCHS, LATE_WRITE, Agent, Place
+from lib.node_protocol import (
     CACHED,
     COMBINE,
     COMBINES,

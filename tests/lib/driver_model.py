@@ -15,7 +15,7 @@ import struct
 import sys
 from types import ModuleType, SimpleNamespace
 
-from test_faults import open_files
+from lib.faults import open_files
 
 PAGE = 1 << 16
 FIXED, READ_WRITE, SHARED, PRIVATE = 0x10, 3, 1, 2

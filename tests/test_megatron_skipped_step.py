@@ -1,0 +1,723 @@
+"""Optimizer steps that are skipped because more rows arrive than the rank capacity has room for."""
+
+import contextlib
+import importlib.util
+import io
+import random
+import sys
+import types
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import exhaustive, sparsely
+from lib.megatron_layer import (
+    Layout,
+    assert_same_bits,
+    environment,
+    error_of,
+    make_config,
+    on_gpu,
+    on_ranks,
+    tokens_of,
+    use_layout,
+)
+from lib.megatron_layer import random as random_tensor
+from lib.megatron_layer import step as step_of_layer
+
+from ep_dispatcher.errors import TooFewRowsError
+from ep_dispatcher.integrations.megatron import buffers, capacity, graphs, limits, skipped_step, skipped_steps
+from ep_dispatcher.integrations.megatron.capacity import Overflow
+
+ON_CPU = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
+ON_GPU = pytest.mark.skipif(not on_gpu(), reason="CUDA graphs need GPUs: EP_DISPATCHER_ENGINE=cuda")
+
+FACTOR = "--ep-dispatcher-rank-capacity-factor"
+VOCABULARY, LENGTH, MICROBATCHES, BATCH = 64, 16, 2, 4
+STEPS = 10
+HALF, ALL = 0.6, 1.0  # share of the tokens that go to experts 0 and 1, both of the first rank of a group
+SKEWED = {3: HALF, 7: ALL}
+ENOUGH = 4.0
+
+MODEL = dict(
+    num_layers=2,
+    hidden_dropout=0.1,
+    attention_dropout=0.0,
+    masked_softmax_fusion=False,
+    bias_dropout_fusion=False,
+    perform_initialization=True,
+    moe_router_dtype="fp32",
+    moe_aux_loss_coeff=0.01,
+    moe_router_load_balancing_type="aux_loss",
+    batch_p2p_comm=False,
+)
+EXPERT_BIAS = dict(
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_load_balancing_type="seq_aux_loss",
+)
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+OF_DDP = ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce")
+
+
+# ---- Megatron on a CPU ----------------------------------------------------------------------------------------------
+
+
+class OnCpu:
+    """Stands for torch in modules of Megatron that make tensors with device="cuda"."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size, device=None, **options):
+        return torch.zeros(*size, **options)
+
+    @staticmethod
+    def tensor(*given, device=None, **options):
+        return torch.tensor(*given, **options)
+
+
+def let_it_run_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    for module in (schedules, optimizer, clip_grads, grad_scaler, utils):
+        patch.setattr(module, "torch", OnCpu())
+    old = torch.Tensor.type
+
+    def name_of_cuda(tensor, *given, **options):  # optimizers ask for torch.cuda.FloatTensor
+        name = old(tensor, *given, **options)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+
+    patch.setattr(torch.Tensor, "type", name_of_cuda)
+
+
+# ---- a job ----------------------------------------------------------------------------------------------------------
+
+
+class Skew:
+    """Sends a share of the tokens to the first two experts, in one step and on some ranks."""
+
+    def __init__(self, model, is_skewed: bool):
+        self.share, self.is_skewed = 0.0, is_skewed
+        for module in model.modules():
+            if hasattr(module, "gating"):
+                module.gating = partial(self.route, module.gating)
+
+    def route(self, gating, tokens: torch.Tensor) -> torch.Tensor:
+        logits = gating(tokens)
+        skewed = torch.zeros_like(logits)
+        if self.is_skewed and self.share:
+            skewed[: int(self.share * len(logits))] = torch.tensor([30.0, 20.0] + [0.0] * (logits.shape[-1] - 2))
+        return logits + skewed
+
+
+def batches():
+    """Batches drawn with the random numbers that dropout uses too, and with others of the host."""
+    while True:
+        tokens = torch.randint(VOCABULARY - 1, (BATCH, LENGTH + 1)) + random.randint(0, 1)
+        yield {"tokens": tokens, "scale": float(np.random.rand())}
+
+
+def forward_step(batch_of, model):
+    batch = next(batch_of)
+    tokens, scale = batch.pop("tokens"), batch.pop("scale")
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    out = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+
+    def loss_of(out):
+        loss = out.float().mean() * scale
+        return loss, {"lm loss": loss.detach().clone()}
+
+    return out, loss_of
+
+
+def make_model(dense_stages: Collection[int] = (), **settings):
+    """A GPT, or this rank's stage of one. ``dense_stages``: stages without MoE layers, whose configuration has none."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    forget_earlier_models()
+    of_ddp = {name: settings.pop(name) for name in OF_DDP if name in settings}
+    if parallel_state.get_pipeline_model_parallel_rank() in dense_stages:
+        settings |= dict(num_moe_experts=None, expert_model_parallel_size=1, moe_token_dispatcher_type="alltoall")
+        settings |= dict(moe_flex_dispatcher_backend="deepep")
+    config = make_config(**MODEL | settings)
+    torch.manual_seed(5 + dist.get_rank())
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    model = GPTModel(
+        config, spec, VOCABULARY, LENGTH, pre_process=first, post_process=last, position_embedding_type="rope"
+    )
+    if config.params_dtype != torch.float32:
+        from megatron.core.transformer.module import Float16Module
+
+        model = Float16Module(config, model)
+    of_ddp = dict(overlap_grad_reduce=True, grad_reduce_in_fp32=True) | of_ddp
+    ddp_config = DistributedDataParallelConfig(**of_ddp)
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    ddp.broadcast_params()
+    config.no_sync_func, config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
+    return ddp
+
+
+def make_optimizer(model, **settings):
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    given = dict(optimizer="adam", lr=1e-3, weight_decay=0.1, clip_grad=1.0, log_num_zeros_in_grad=True)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**given | settings), [model], use_gloo_process_groups=False)
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def log_of_losses() -> dict:
+    """Where Megatron adds up auxiliary losses, for the whole process."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        return moe_utils.get_moe_layer_wise_logging_tracker()
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return get_moe_metrics_tracker().metrics
+
+
+def forget_earlier_models() -> None:
+    """They may have had fewer layers, and another form of the scale of auxiliary losses."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    log_of_losses().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def logged_values() -> dict:
+    """What Megatron has added up, which is zero after it, as after Megatron's own log."""
+    entries = {
+        name: entry["values"] if isinstance(entry, dict) else entry.values for name, entry in log_of_losses().items()
+    }
+    values = {name: value.clone() for name, value in entries.items()}
+    for value in entries.values():
+        value.zero_()
+    return values
+
+
+@dataclass
+class Training:
+    """A model, its optimizer, what skews its routing, a step of Megatron's schedule, and what is printed."""
+
+    model: torch.nn.Module
+    optimizer: object
+    skew: Skew
+    schedule: Callable[..., list]
+    printed: io.StringIO
+
+
+@contextlib.contextmanager
+def training(
+    factor: float = 1.35,
+    is_skewed: bool = True,
+    num_microbatches: int = MICROBATCHES,
+    optimizer: dict | None = None,
+    has_optimizer: bool = True,
+    **settings,
+):
+    from megatron.core.pipeline_parallel import schedules
+
+    capacity.job = capacity.Job()
+    with (
+        environment(experts="auto", rank_capacity_factor=factor, max_tokens_per_rank=BATCH * LENGTH),
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        let_it_run_on_cpu(patch)
+        model = make_model(**settings)
+        made = make_optimizer(model, **(optimizer or {})) if has_optimizer else None
+        given = dict(forward_step_func=forward_step, data_iterator=[batches()], model=[model], seq_length=LENGTH)
+        given |= dict(num_microbatches=num_microbatches, micro_batch_size=BATCH)
+        schedule = partial(schedules.get_forward_backward_func(), **given)
+        yield Training(model, made, Skew(model, is_skewed), schedule, printed)
+
+
+@dataclass
+class Job:
+    """What a job gives. Its tensors: losses, logged values, weights, the optimizer's state, the next random numbers."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    succeeded: list[bool] = field(default_factory=list)
+    printed: str = ""
+    skipped: int = 0
+    factors: list[float] = field(default_factory=list)  # after each step
+
+
+def state_of(model, optimizer) -> dict[str, torch.Tensor]:
+    """Weights, expert bias and counts, main weights, the optimizer's state, the loss scale.
+
+    Without weights that are gathered in the next forward pass.
+    """
+    found = {}
+    if not getattr(model, "remove_forward_pre_hook_handles", None):
+        found = {name: one.clone() for name, one in model.state_dict().items() if torch.is_tensor(one)}
+    found |= {name: one.clone() for name, one in model.named_buffers()}
+    for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        found[f"loss scale {number}"] = part.get_loss_scale().clone()
+        if getattr(part, "grad_scaler", None) is not None:
+            found[f"hysteresis {number}"] = torch.tensor([part.grad_scaler._hysteresis_tracker])
+        for place, (weight, state) in enumerate(part.optimizer.state.items() if part.optimizer is not None else ()):
+            found[f"main weight {number} {place}"] = weight.detach().clone()
+            found |= {f"state {number} {place} {k}": v.clone() for k, v in state.items() if torch.is_tensor(v)}
+    return found
+
+
+def run_job(
+    rank: int,
+    factor: float,
+    skewed=SKEWED,
+    leaves_out: Collection[int] = (),
+    ranks: Collection[int] | None = None,
+    shares: tuple[float, ...] = (1.0,),
+    **settings,
+) -> Job:
+    """Train, and note all that the next steps depend on.
+
+    leaves_out  steps in which Megatron finds gradients that are not finite, before it changes its loss scale. What they
+                have changed before the optimizer is put back here, as nothing of them is to count
+    shares      one number for each schedule of a step: how much of the step's skew it has
+    """
+    from megatron.core.optimizer import ChainedOptimizer
+
+    job = Job()
+    with training(factor, ranks is None or rank in ranks, **settings) as of, pytest.MonkeyPatch.context() as patch:
+        model, optimizer = of.model, of.optimizer
+        random.seed(3 + rank), np.random.seed(4 + rank)
+        buffers_of = dict(model.named_buffers())
+        for step in range(1, STEPS + 1):
+            before = state_of(model, optimizer)
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses = {}
+            for number, share in enumerate(shares):
+                of.skew.share = share * skewed.get(step, 0.0)
+                losses |= losses_of(f"step {step}, schedule {number}", of.schedule())
+            if step in leaves_out:
+                with patch.context() as finding:
+                    finding.setattr(ChainedOptimizer, "prepare_grads", lambda self: True)
+                    success, norm, zeros = optimizer.step()
+                for name, buffer in buffers_of.items():
+                    buffer.copy_(before[name])
+                logged_values()
+            else:
+                success, norm, zeros = optimizer.step()
+            job.succeeded.append(success)
+            job.factors.append(capacity.job.grown)
+            logged = logged_values()
+            if success:
+                assert norm > 0 and zeros is not None
+                job.tensors |= losses | {f"{name} of step {step}": one for name, one in logged.items()}
+            else:
+                assert (norm, zeros) == (None, None)
+                assert not any(one.any() for one in logged.values()), "logged losses of a skipped step"
+                assert_same_bits(state_of(model, optimizer), before)
+        if settings.get("overlap_param_gather"):
+            model.disable_forward_pre_hook()  # gathers
+        job.tensors |= state_of(model, optimizer)
+        assert any(name.endswith("router.weight") for name in job.tensors) or settings.get("dense_stages")
+        numbers = dict(host=torch.tensor(random.random()), numpy=torch.tensor(np.random.rand()), torch=torch.rand(1))
+        job.tensors |= {f"next random number of {name}": one for name, one in numbers.items()}
+    job.printed, job.skipped = of.printed.getvalue(), skipped_steps()
+    return job
+
+
+def losses_of(what: str, of_microbatches: list[dict]) -> dict[str, torch.Tensor]:
+    return {f"loss of {what}, microbatch {number}": one["lm loss"] for number, one in enumerate(of_microbatches)}
+
+
+def lines_of(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if "the optimizer step of this iteration is skipped" in line]
+
+
+# ---- steps of jobs --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    layout: Layout
+    factor: float = 1.35
+    settings: dict = field(default_factory=dict)
+    optimizer: dict = field(default_factory=dict)
+
+
+BFLOAT16 = dict(params_dtype=torch.bfloat16, bf16=True, pipeline_dtype=torch.bfloat16)
+FP16 = dict(params_dtype=torch.float16, fp16=True, pipeline_dtype=torch.float16)
+OF_FP16 = dict(fp16=True, params_dtype=torch.float16, initial_loss_scale=256.0, loss_scale_window=4, hysteresis=2)
+ON_4_RANKS = {
+    "dp2-ep2": Case(Layout(ep=2)),
+    "ep2-pp2, a stage without MoE": Case(Layout(ep=2, pp=2), 1.35, dict(dense_stages=(0,))),
+}
+ON_2_RANKS = {
+    "expert bias, recompute": Case(Layout(ep=2), 1.35, EXPERT_BIAS | RECOMPUTE),
+    "bfloat16": Case(Layout(ep=2), 1.35, BFLOAT16, dict(bf16=True, params_dtype=torch.bfloat16)),
+    "float16, a dynamic loss scale": Case(Layout(ep=2), 1.35, FP16, OF_FP16),
+    "distributed optimizer": Case(
+        Layout(ep=2),
+        1.35,
+        dict(use_distributed_optimizer=True, overlap_param_gather=True),
+        dict(use_distributed_optimizer=True, overlap_param_gather=True),
+    ),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("name", sparsely(ON_2_RANKS))
+@on_ranks(2)
+def test_steps_with_too_many_rows_are_skipped(rank: int, name: str):
+    """Everything else is as in a job with room enough in which Megatron skips these two steps, bit by bit."""
+    compare(rank, ON_2_RANKS[name])
+
+
+@ON_CPU
+@pytest.mark.parametrize("name", sparsely(ON_4_RANKS))
+@on_ranks(4)
+def test_groups_and_stages_with_room_skip_too(rank: int, name: str):
+    """All ranks agree. A stage without MoE layers, whose configuration has no experts, did not: the others hung."""
+    compare(rank, ON_4_RANKS[name])
+
+
+def compare(rank: int, case: Case) -> None:
+    use_layout(case.layout)
+    given = dict(optimizer=case.optimizer, **case.settings)
+    wanted = run_job(rank, ENOUGH, leaves_out=SKEWED, **given)
+    assert wanted.skipped == 0 and not lines_of(wanted.printed)
+    got = run_job(rank, case.factor, **given)
+    assert got.succeeded == wanted.succeeded == [step not in SKEWED for step in range(1, STEPS + 1)]
+    assert_same_bits(got.tensors, wanted.tensors)
+    lines = lines_of(got.printed)
+    assert got.skipped == 2 and len(lines) == 2 * (rank == 0), lines
+    assert max(got.factors) == got.factors[-1] <= case.layout.ep, got.factors
+    if rank == 0:
+        assert (
+            f"rank capacity factor {case.factor:g} has room for" in lines[0] and "losses are not valid" in lines[0]
+        ), lines
+        assert f"{FACTOR} {got.factors[-1]:g} at the next start" in lines[1] and "Skipped steps: 2" in lines[1]
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    "shares", [exhaustive((0.0, 1.0)), exhaustive((1.0, 0.0)), (1.0, 1.0)], ids=["the second", "the first", "both"]
+)
+@on_ranks(4, Layout(ep=2))
+def test_two_schedules_before_one_optimizer_step(rank: int, shares: tuple[float, ...]):
+    """Whichever of them has too many rows, by the tokens of one rank: one step is skipped, with the gradients of both.
+
+    Running a schedule again lost the gradients of an earlier one.
+    """
+    given = dict(shares=shares, ranks=(3,), skewed={4: ALL}, num_microbatches=1, overlap_grad_reduce=False)
+    given |= EXPERT_BIAS
+    wanted = run_job(rank, ENOUGH, leaves_out=(4,), **given)
+    got = run_job(rank, 1.35, **given)
+    assert got.succeeded == [step != 4 for step in range(1, STEPS + 1)] and got.skipped == 1
+    assert len(lines_of(got.printed)) == (rank == 0)
+    assert_same_bits(got.tensors, wanted.tensors)
+
+
+@ON_CPU
+@on_ranks(4, Layout(ep=4))
+def test_two_skips_in_a_row_double_the_factor(rank: int):
+    """It is at most the expert parallel size, with which nothing can overflow. It grew to 1.1 times that."""
+    got = run_job(rank, 2, skewed={2: 0.45, 3: 0.75, 5: ALL}, num_microbatches=1)
+    assert got.succeeded == [step not in (2, 3) for step in range(1, STEPS + 1)] and got.skipped == 2
+    assert got.factors[0] == 0 and 2 < got.factors[1] < 3 and set(got.factors[2:]) == {4}, got.factors
+
+
+@pytest.mark.parametrize(
+    "needed, room, was_skipped, grown",
+    [(1.3, 1.2, False, 1.43), (1.3, 1.2, True, 2.4), (3, 1.2, True, 3.3), (7.9, 1.2, False, 8), (5, 4.2, True, 8)],
+)
+def test_the_factor_grows(needed: float, room: float, was_skipped: bool, grown: float):
+    assert skipped_step.larger_factor(Overflow(needed, rows=9, layer=1, most=8), room, was_skipped) == grown
+
+
+@ON_CPU
+@on_ranks(4, Layout(ep=2))
+def test_evaluations_and_loops_of_ones_own(rank: int):
+    """They have no step to skip: an error on all ranks of the job, also of groups that had room, names a factor.
+
+    So do optimizers that are not Megatron's, before they change a weight.
+    """
+
+    def run(schedule, **given) -> str:
+        with pytest.raises(TooFewRowsError) as caught:
+            schedule(**given)
+        assert caught.value.needed_rows == 256 and caught.value.label in (1, 2)
+        return str(caught.value)
+
+    with training(is_skewed=rank < 2) as of:
+        of.skew.share = ALL
+        with torch.no_grad():
+            text = run(of.schedule, forward_only=True)
+        assert "evaluation" in text and f"{FACTOR} 2 is enough" in text
+        assert capacity.job.pending is None and capacity.job.grown == 0 and skipped_steps() == 0
+        other = torch.optim.SGD(of.model.parameters(), lr=1.0)
+        of.schedule()
+        weights = [weight.detach().clone() for weight in of.model.parameters()]
+        assert "not Megatron's" in run(other.step)
+        assert of.optimizer.step() == (False, None, None)
+        assert "not Megatron's" in run(other.step), "until the next schedule"
+        assert all(map(torch.equal, weights, of.model.parameters()))
+        of.skew.share = 0.0
+        of.model.zero_grad_buffer()
+        of.schedule()
+        other.step()
+    with training(is_skewed=rank < 2, has_optimizer=False) as of:
+        of.skew.share = ALL
+        text = run(of.schedule)
+        assert "no optimizer of Megatron" in text and f"{FACTOR} 2 is enough" in text
+        if rank < 2:  # without a schedule the ranks of the group alone find it
+            assert f"{FACTOR} 2 is enough" in run(forward_step, batch_of=batches(), model=of.model)
+
+
+@ON_CPU
+@on_ranks(2)
+def test_other_errors_are_raised(rank: int):
+    """An error of a schedule that is not too many rows is raised, and the next too many rows skip a step."""
+
+    class Fault(Exception):
+        pass
+
+    def broken(batch_of, model):
+        next(batch_of)
+        raise Fault
+
+    with training() as of:
+        error_of(lambda: of.schedule(forward_step_func=broken), Fault)
+        assert capacity.job.found is None
+        of.skew.share = ALL
+        of.schedule()
+        assert skipped_steps() == 1 and capacity.job.grown == 2
+        assert of.optimizer.step() == (False, None, None)
+
+
+@ON_CPU
+@on_ranks(2)
+def test_weights_are_not_clipped_by_logits_of_a_skipped_step(rank: int):
+    """Megatron's clip_qk runs after each optimizer step, also after one that was skipped."""
+    with training() as of:
+        attention = next(one for one in of.model.modules() if type(one).__name__ == "DotProductAttention")
+        attention.current_max_attn_logits = None
+        of.skew.share = ALL
+        of.schedule()
+        attention.current_max_attn_logits = torch.tensor([150.0, 90.0])
+        of.optimizer.step()
+        assert attention.current_max_attn_logits.tolist() == [0.0, 0.0]
+
+
+@ON_CPU
+@on_ranks(2)
+def test_histories_of_float8_are_named(rank: int):
+    """Amax histories of delayed scaling are not put back, and the line says so."""
+    module = types.SimpleNamespace(config=types.SimpleNamespace(fp8="hybrid", fp8_recipe="delayed"))
+    assert skipped_step._is_scaled_with_delay(module)
+    module.config.fp8_recipe = "blockwise"
+    assert not skipped_step._is_scaled_with_delay(module)
+    with training() as of:
+        of.schedule()
+        capacity.job.models[of.model].keeps_amaxes = True
+        of.skew.share = ALL
+        of.schedule()
+        assert rank > 0 or "Amax histories of FP8 have seen this step" in lines_of(of.printed.getvalue())[0]
+
+
+@ON_CPU
+@on_ranks(2)
+def test_a_capacity_that_does_not_reach_a_layer_is_an_error(rank: int, monkeypatch):
+    """Where a layer keeps its rows, as in graphs that cannot be captured again, not every step is skipped."""
+    with training() as of:
+        of.skew.share = ALL
+        monkeypatch.setattr(limits, "max_rows_by_factor", lambda *given: 150)
+        of.schedule()
+        of.optimizer.step()
+        text = error_of(of.schedule, RuntimeError)
+    assert "needs 256 rows" in text and "cannot capture again" in text
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+class Helper:
+    """Stands for Megatron's TECudaGraphHelper."""
+
+    def __init__(self, model):
+        self.model, self.did, self._capture_finished = [model], [], False
+
+    def create_cudagraphs(self):
+        assert not self._capture_finished
+        assert not self.model[0].remove_forward_pre_hook_handles, "graphs would contain the hooks"
+        self._capture_finished = True
+        self.did.append("create")
+
+    def graphs_created(self):
+        return self.did.count("create") > self.did.count("delete")
+
+    def delete_cuda_graphs(self):
+        self.did.append("delete")
+
+    def cuda_graph_set_manual_hooks(self):
+        assert self.model[0].remove_forward_pre_hook_handles
+        self.did.append("hooks")
+
+
+@ON_CPU
+@on_ranks(2)
+def test_graphs_are_captured_again(rank: int, monkeypatch):
+    """A capacity that grows discards all graphs. Transformer Engine captures before the next schedule that trains."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper as Whole
+    from megatron.core.transformer import cuda_graphs
+
+    create = cuda_graphs.TECudaGraphHelper.create_cudagraphs
+    assert create.__code__ is graphs.note_helper(Helper.create_cudagraphs).__code__, "registered"
+    monkeypatch.setattr(graphs, "are_used", True)
+    with training(use_distributed_optimizer=True, overlap_param_gather=True, num_microbatches=1) as of:
+        model = of.model
+        helper, manager = Helper(model), torch.nn.Module.__new__(cuda_graphs.CudaGraphManager)
+        torch.nn.Module.__init__(manager)
+        model.disable_forward_pre_hook(param_sync=False)
+        model.module.manager, manager.cudagraph_runners = manager, ["captured"]
+        graphs.note_helper(Helper.create_cudagraphs)(helper)
+        model.enable_forward_pre_hook()
+        monkeypatch.setitem(Whole.cuda_graph, "training", "captured")
+        monkeypatch.setitem(Whole.result, "training", "a result")
+        monkeypatch.setitem(Whole.curr_iteration, "training", 9)
+        monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created", True)
+        of.schedule()
+        assert helper.did == ["create"] and manager.cudagraph_runners
+        of.skew.share = ALL
+        model.zero_grad_buffer()
+        of.schedule()
+        assert helper.did == ["create", "delete"]
+        assert (Whole.cuda_graph["training"], Whole.result["training"]) == (None, None)
+        assert Whole.curr_iteration["training"] == 0 and not manager.cudagraph_runners
+        assert not cuda_graphs._CudagraphGlobalRecord.cudagraph_created
+        of.optimizer.step()
+        with torch.no_grad():
+            of.schedule(forward_only=True)
+        assert helper.did == ["create", "delete"], "an evaluation captures nothing"
+        model.zero_grad_buffer()
+        of.schedule()
+        assert helper.did[2:] == ["create", "hooks"]
+        graphs.capture_again()
+        assert len(helper.did) == 4
+
+
+@ON_CPU
+@on_ranks(2)
+def test_an_optimizer_in_a_cuda_graph_skips_too(rank: int):
+    """Megatron 0.17 and newer can replay the optimizer's step: then no step of an optimizer is called."""
+    name = "megatron.core.optimizer.optimizer_cuda_graph"
+    if importlib.util.find_spec(name) is None:
+        return  # 0.16
+    with training() as of:
+        step = importlib.import_module(name).OptimizerCudaGraphWrapper(lambda: pytest.fail("the graph"))
+        of.skew.share = ALL
+        of.schedule()
+        assert step() == (False, None, None)
+
+
+@ON_GPU
+@on_ranks()
+def test_a_step_of_replays_is_skipped(rank: int):
+    """Too many rows in a replay skip the step. New graphs are captured, and the next 5 steps are the eager layer's."""
+    from lib.megatron_experts import switched_on
+    from lib.megatron_graphs import Output, forget_grads, make_bfloat16_layer, take_grads
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    from ep_dispatcher.moe import grouped_gemm
+
+    class Optimizer(MegatronOptimizer):
+        prepare_grads = step_with_ready_grads = zero_grad = get_loss_scale = reload_model_params = None
+        state_dict = load_state_dict = sharded_state_dict = None
+        num_steps = 0
+
+        @skipped_step.skip
+        def step(self):
+            self.num_steps += 1
+            return True, 0.0, 0
+
+    class Captured:
+        """Stands for Megatron's TECudaGraphHelper, with PyTorch's graphs."""
+
+        model = ()
+
+        def create_cudagraphs(self):
+            sample = x.clone().requires_grad_()
+            self.layer = torch.cuda.make_graphed_callables(Output(layer), (sample,), allow_unused_input=True)
+            forget_grads(layer)
+
+        def graphs_created(self):
+            return self.layer is not None
+
+        def delete_cuda_graphs(self):
+            self.layer = None
+
+    x = tokens_of(rank, dtype=torch.bfloat16)
+    limit = dict(rank_capacity_factor=1.6, max_tokens_per_rank=x[..., 0].numel())
+    with environment(**limit), switched_on(dtypes=grouped_gemm.KERNEL_DTYPES) as printed:
+        eager, layer = make_bfloat16_layer(False), make_bfloat16_layer(True)
+        step_of_layer(layer, x.clone())
+        forget_grads(layer)
+        captured, optimizer = Captured(), Optimizer(None, None)
+        graphs.note_helper(Captured.create_cudagraphs)(captured)
+
+        @skipped_step.watch
+        def schedule(model, given, forward_only=False):
+            out = captured.layer(given)
+            (out * random_tensor(*given.shape, seed=7, dtype=out.dtype)).sum().backward()
+            return out
+
+        run = partial(schedule, model=[layer], forward_only=False)
+        run(given=x.clone().requires_grad_())
+        assert optimizer.step()[0]
+        weight = layer.router.weight
+        kept, alike = weight.detach().clone(), torch.ones_like(x)
+        with torch.no_grad():
+            weight.zero_()
+            weight[:2] = 1
+        run(given=alike.requires_grad_())
+        assert captured.layer is None and optimizer.step() == (False, None, None)
+        assert skipped_steps() == 1 and capacity.job.grown == 2 and optimizer.num_steps == 1
+        assert len(lines_of(printed.getvalue())) == (rank == 0)
+        with torch.no_grad():
+            weight.copy_(kept)
+        forget_grads(eager)
+        for number in range(1, 6):
+            forget_grads(layer)
+            given = tokens_of(rank, number, dtype=torch.bfloat16)
+            wanted = step_of_layer(eager, given.clone())
+            sent = given.clone().requires_grad_()
+            out = run(given=sent)
+            assert torch.equal(out, wanted["output"]) and torch.equal(sent.grad, wanted["input gradient"])
+            assert_same_bits(take_grads(layer), take_grads(eager))
+            assert optimizer.step()[0]
+        assert optimizer.num_steps == 6 and skipped_steps() == 1
+        buffers.check_buffers("the end")
+
+
+# ---- what is logged -------------------------------------------------------------------------------------------------
+
+
+def test_the_counter_goes_to_megatrons_logs(monkeypatch):
+    seen = []
+    module = types.SimpleNamespace(
+        _GLOBAL_ARGS=types.SimpleNamespace(curr_iteration=7),
+        _GLOBAL_TENSORBOARD_WRITER=types.SimpleNamespace(add_scalar=lambda *given: seen.append(given)),
+        _GLOBAL_WANDB_WRITER=types.SimpleNamespace(log=lambda *given: seen.append(given)),
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    skipped_step._log(3)
+    assert seen == [("ep_dispatcher/skipped_steps", 3, 7), ({"ep_dispatcher/skipped_steps": 3}, 7)]
