@@ -150,6 +150,20 @@ def test_a_dead_rank_is_named_and_closes_the_pool(way, number):
             pool.run(fail_on, [])
 
 
+def test_a_rank_that_died_is_named_before_the_stacks_of_the_others():
+    """What CI shows of a long text is its begin and its end."""
+    stack = "Traceback\n" + 1000 * "a line of the stack\n"
+    failures = {rank: ("RuntimeError", "reset by peer", stack) for rank in (3, 0)} | {1: ("Died", "signal 9", "")}
+    text = str(RankError(failures))
+    assert text.splitlines()[:4] == [
+        "3 rank(s) failed",
+        "rank 0: RuntimeError: reset by peer",
+        "rank 1: Died: signal 9",
+        "rank 3: RuntimeError: reset by peer",
+    ]
+    assert text.count(stack) == 2 and "rank 3:\nTraceback" in text
+
+
 def test_a_rank_killed_between_runs_is_named():
     with RankPool(2) as pool:
         os.kill(pool.pids[0], signal.SIGKILL)

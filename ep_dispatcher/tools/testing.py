@@ -51,8 +51,10 @@ class RankError(RuntimeError):
 
     def __init__(self, failures: dict[int, tuple[str, str, str]]):
         self.failures = dict(sorted(failures.items()))
-        parts = [f"rank {r}: {name}: {message}\n{text}" for r, (name, message, text) in self.failures.items()]
-        super().__init__(f"{len(parts)} rank(s) failed\n" + "\n".join(parts))
+        # First a line each: one that died is the reason why others raise, and lies between their long stacks.
+        lines = [f"rank {r}: {name}: {message}" for r, (name, message, _) in self.failures.items()]
+        stacks = [f"rank {r}:\n{text}" for r, (_, _, text) in self.failures.items() if text]
+        super().__init__("\n".join([f"{len(lines)} rank(s) failed", *lines, *stacks]))
 
     def __reduce__(self):
         return RankError, (self.failures,)
