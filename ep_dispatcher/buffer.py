@@ -34,6 +34,7 @@ from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS
 from ep_dispatcher.nvlink import find_nodes
 from ep_dispatcher.plain import writable
 from ep_dispatcher.sizes import BufferSizes
+from ep_dispatcher.statistics import Stats, Totals
 from ep_dispatcher.topology import host_id, registered_group
 
 if TYPE_CHECKING:
@@ -146,10 +147,10 @@ class Buffer(BufferSizes):
     ):
         self._engine: Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
+        self.totals: Totals | None = None  # since the first stats()
         self.last_sent: object = None  # stands for the last operation with a hook
         self._mesh = group if isinstance(group, DeviceMesh) else None
         group = _checked_group(group)
-        import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 
         sizes = (group.size(), hidden, num_experts, num_topk, max_tokens_per_rank, dtype)
         own_config = partial(
@@ -470,6 +471,10 @@ class Buffer(BufferSizes):
 
     def _measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
         engine, argument = self.live_engine(), f"{operation}_wait_ns"
+        if self.totals is not None:
+            if wait_ns is None:
+                return  # as it is
+            checks.fail(argument, "a tensor after stats()", "None: stats() returns these waits")
         if wait_ns is not None:
             checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
             if not wait_ns.is_contiguous() or wait_ns.is_neg():
@@ -477,6 +482,31 @@ class Buffer(BufferSizes):
             writable(argument, wait_ns)
         engine.measure_waits(operation, wait_ns)
         self._wait_ns[operation] = wait_ns
+
+    def stats(self) -> Stats | None:
+        """Return tokens of each expert and waits for each rank, since the last result. The host does not wait for it.
+
+            for step in range(steps):
+                train_step()
+                if (stats := buffer.stats()) is not None:       # on GPUs usually those of the step before
+                    stats.tokens_per_expert.sum()               # tokens that have arrived on this rank
+
+        The first call begins to count, and returns None. Each further call starts a copy to the host of what has been
+        counted so far, and returns the difference between the newest copy that has arrived and the one of the last
+        result; None if there is no new one. So nothing is lost or counted twice, however far the host is ahead.
+
+        Every dispatch with a topk_idx counts, and every ``plan``; not a dispatch with a handle, such as in backwards,
+        and in recomputes with ``ep.recompute_contexts``. CUDA graphs count in each replay, if they were captured after
+        the first call. Every rank may call it or not, between any two operations.
+
+        It costs one small kernel in each such dispatch, and on GPUs the waits are measured as with
+        ``dispatch_wait_ns``, which must be None and can no longer be set. See docs/statistics.md.
+        """
+        engine, config = self.live_engine(), self.config
+        if self.totals is None:
+            self.totals = Totals(engine, config.num_local_experts, config.num_ranks, self.device)
+            return None
+        return self.totals.take(engine)
 
     def check(self) -> None:
         """Wait for the current stream, and raise the errors of this buffer's operations in that stream.

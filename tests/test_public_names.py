@@ -22,6 +22,18 @@ print(*sorted(module.__all__))
 """
 
 
+def test_the_layer_alone_imports_dtensors():
+    """They take half a second and more, which those pay who use the layer."""
+    code = """
+import sys, torch.distributed, ep_dispatcher as ep
+print("torch.distributed.tensor" in sys.modules, "torch._dynamo" in sys.modules)
+from ep_dispatcher import MoELayer
+print(MoELayer is ep.MoELayer, MoELayer.__module__, hasattr(ep, "MoELayers"))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert result.stdout.splitlines() == ["False False", "True ep_dispatcher.moe.layer False"], result.stderr
+
+
 def test_every_error_of_a_user_is_a_name_of_the_package():
     classes = [
         value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -156,6 +156,8 @@ class Engine(Protocol):
     rows_on_host: Tensor | None = None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
     label: int = 0  # set by the caller; a dispatch with too few rows has it in its error
     wait_ns: dict[str, Tensor]  # of `measure_waits`, by operation
+    # By label, int64 [num_local_experts]: what dispatches with a new plan add their tokens to.
+    expert_tokens: Sequence[Tensor] | None = None
     health: Health
 
     @property
@@ -189,6 +191,10 @@ class Engine(Protocol):
         """Let operations inside be incomplete when it exits. inputs: their tensors, or pairs of them."""
         return nullcontext()
 
+    def follow(self) -> None:
+        """Let the current stream follow the operations so far, and let later ones follow what it does next."""
+        return
+
     def event(self, buffer: Buffer) -> Event:
         """Return the event of the last operation. It raises errors as the buffer words them."""
         return Event()
@@ -201,6 +207,12 @@ class Engine(Protocol):
         self.wait_ns.pop(operation, None)
         if wait_ns is not None:
             self.wait_ns[operation] = wait_ns
+
+    def count(self, tokens_per_expert: Tensor) -> None:
+        """Add the tokens of a new plan to the row of its label. The last row is that of all other labels."""
+        if self.expert_tokens is not None:
+            label, last = int(self.label or 0), len(self.expert_tokens) - 1
+            self.expert_tokens[label if 0 <= label < last else last].add_(tokens_per_expert)
 
     def check(self) -> None:
         """Wait for the operations in the current stream, and raise their errors."""

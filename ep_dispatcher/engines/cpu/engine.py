@@ -185,6 +185,8 @@ class CpuEngine(Engine):
                 c.payload_arrived(m)
                 c.pull(m, *to)
             c.agree()
+        if request.plan is None:
+            self.count(received.tokens_per_expert)
         self.unreceived = "dispatch" if request.sends_only else None
         return received
 

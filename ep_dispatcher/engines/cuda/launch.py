@@ -40,6 +40,7 @@ class _Unreceived(NamedTuple):
     args: Any  # DispatchArgs or CombineArgs of the compiled module in use
     plan: Tensor
     tensors: tuple[Tensor | None, ...]
+    new_counts: Tensor | None  # tokens per expert of a new plan, which Engine.count has not seen
     in_capture: bool  # whether it was sent while a CUDA graph was captured
 
 
@@ -122,6 +123,8 @@ class Launches(Streams, Engine):
         decodes = layout == "decode"
         count_dtype = torch.int32 if decodes else torch.int64
         tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
+        if self.expert_tokens is not None and self._config.mask_late_ranks:
+            tokens_per_expert.zero_()  # an operation that ends because this rank was masked does not write them
         if decodes:
             rows_per_expert = tokens_per_expert
             args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
@@ -164,11 +167,14 @@ class Launches(Streams, Engine):
         if sends_only:
             if not counted:
                 self._c.prepare(args, plan.data_ptr(), stream)
-            self._keep_for_receive("dispatch", args, plan, rows, *received)
+            new_counts = None if new_plan is None else tokens_per_expert
+            self._keep_for_receive("dispatch", args, plan, new_counts, rows, *received)
         elif counted:
             self._c.pull(args, plan.data_ptr(), stream)
         else:
             self._c.dispatch(args, plan.data_ptr(), stream)
+        if new_plan is not None and not sends_only:
+            self.count(tokens_per_expert)
         if counted:  # copy only now, while the rows move
             # An invalid plan has no rows, and the counts in memory are not its own.
             self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
@@ -236,7 +242,7 @@ class Launches(Streams, Engine):
         combined = Combined(x, weights_out)
         if sends_only:
             self._c.push(args, plan.data_ptr(), stream)
-            self._keep_for_receive("combine", args, plan, *combined)
+            self._keep_for_receive("combine", args, plan, None, *combined)
         else:
             self._c.combine(args, plan.data_ptr(), stream)
         if self._caller is not None:
@@ -247,14 +253,16 @@ class Launches(Streams, Engine):
     def unreceived(self) -> str | None:
         return None if self._unreceived is None or self.health.ended else self._unreceived.operation
 
-    def _keep_for_receive(self, operation: str, args: Any, plan: Tensor, *outputs: Tensor | None) -> None:
+    def _keep_for_receive(
+        self, operation: str, args: Any, plan: Tensor, new_counts: Tensor | None, *outputs: Tensor | None
+    ) -> None:
         """Keep the second launch of an operation, and the tensors that it accesses."""
-        in_capture = torch.cuda.is_current_stream_capturing()
-        self._unreceived = _Unreceived(operation, args, plan, (*outputs, self.wait_ns.get(operation)), in_capture)
+        tensors, in_capture = (*outputs, self.wait_ns.get(operation)), torch.cuda.is_current_stream_capturing()
+        self._unreceived = _Unreceived(operation, args, plan, tensors, new_counts, in_capture)
 
     def receive(self) -> None:
         assert self._unreceived is not None  # the caller checks this
-        operation, args, plan, outputs, in_capture = self._unreceived
+        operation, args, plan, outputs, new_counts, in_capture = self._unreceived
         if torch.cuda.is_current_stream_capturing() != in_capture:
             where = "in the CUDA graph" if in_capture else "outside of a CUDA graph"
             checks.fail(
@@ -270,6 +278,8 @@ class Launches(Streams, Engine):
                             t.record_stream(torch.cuda.current_stream())  # may differ from that of the first launch
                     if operation == "dispatch":
                         self._c.pull(args, plan.data_ptr(), stream)
+                        if new_counts is not None:
+                            self.count(new_counts)
                     else:
                         self._c.reduce(args, plan.data_ptr(), stream)
                     self._unreceived = None

@@ -108,6 +108,11 @@ class Streams:
         if self._stream is not None and self._stream != current:
             current.wait_stream(self._stream)
 
+    def follow(self) -> None:
+        with torch.cuda.device(self._device):
+            self._follow()
+            self._stream = torch.cuda.current_stream()
+
     def _follow(self) -> None:
         """Let the current stream wait for the last operation."""
         # In a capture a stream cannot wait for earlier work, only for streams of the same capture.

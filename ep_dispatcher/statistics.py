@@ -1,0 +1,110 @@
+"""What Buffer.stats() returns, and how a buffer counts it: on the engine's device, without a wait of the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import checks
+from ep_dispatcher.engines.base import Engine
+
+NUM_LABELS = 256
+_OPERATIONS = ("dispatch", "combine")
+_MOST_COPIES = 4  # under way at a time. A host that is so far ahead takes no further ones
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a buffer's operations have done between two results of ``Buffer.stats()``. All tensors are int64 on the CPU.
+
+    tokens_per_expert   [256, num_local_experts]: the tokens that have arrived for each local expert, without padding.
+                        Row i is for dispatches that were called or captured while the buffer's label was i. All other
+                        labels count together in row 255
+    dispatch_wait_ns    [num_ranks]: nanoseconds that dispatches have waited for each rank, as in
+                        ``Buffer.dispatch_wait_ns``
+    combine_wait_ns     likewise in combines
+    num_calls           calls of ``stats()`` that this covers. It is more than 1 if earlier ones returned None
+    """
+
+    tokens_per_expert: Tensor
+    dispatch_wait_ns: Tensor
+    combine_wait_ns: Tensor
+    num_calls: int
+
+
+class _Copy(NamedTuple):
+    """A copy of the totals on its way to the host."""
+
+    totals: Tensor
+    event: torch.cuda.Event | None  # None: it has arrived
+    call: int  # the call of take() that began it
+
+
+class Totals:
+    """Sums since they were made. The engine adds to them; they are never set back, so no operation can be lost.
+
+    all     int64 on the engine's device; `parts` has its parts. integrations/job_stats.py reads it too
+    """
+
+    def __init__(self, engine: Engine, num_local_experts: int, num_ranks: int, device: torch.device):
+        for name in _OPERATIONS:
+            if name in engine.wait_ns:
+                checks.fail(f"{name}_wait_ns", "a tensor, before stats(), which measures the same waits", "None")
+        self._sizes = [NUM_LABELS * num_local_experts, num_ranks, num_ranks]
+        with torch.inference_mode(False):  # operations may add inside and outside of it
+            follow(engine, device)
+            self.all = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+            self._last = _Copy(torch.zeros_like(self.all, device="cpu"), None, 0)
+            tokens, *waits = self.parts(self.all)
+            engine.expert_tokens = tokens.unbind()
+        for name, wait_ns in zip(_OPERATIONS, waits, strict=True):
+            engine.measure_waits(name, wait_ns)
+        self._copies: deque[_Copy] = deque()
+        self._call = 0
+
+    def parts(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens [NUM_LABELS, num_local_experts] and waits [num_ranks] of dispatches and of combines."""
+        tokens, dispatch_wait_ns, combine_wait_ns = totals.split(self._sizes)
+        return tokens.view(NUM_LABELS, -1), dispatch_wait_ns, combine_wait_ns
+
+    def take(self, engine: Engine) -> Stats | None:
+        """Begin a copy, after all operations so far. Return what the newest copy that is here has added.
+
+        None: no other copy has arrived since the last result.
+        """
+        with torch.inference_mode(False), torch.cuda.device_of(self.all):
+            follow(engine, self.all.device)
+            self._call += 1
+            if len(self._copies) < _MOST_COPIES:
+                self._copies.append(self._copy())
+            arrived = None
+            while self._copies and (self._copies[0].event is None or self._copies[0].event.query()):
+                arrived = self._copies.popleft()
+            if arrived is None:
+                return None
+            last, self._last = self._last, arrived
+            return Stats(*self.parts(arrived.totals - last.totals), arrived.call - last.call)
+
+    def _copy(self) -> _Copy:
+        if not self.all.is_cuda:
+            return _Copy(self.all.clone(), None, self._call)
+        copy = torch.empty_like(self.all, device="cpu", pin_memory=True).copy_(self.all, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Copy(copy, event, self._call)
+
+
+def follow(engine: Engine, device: torch.device) -> None:
+    """Let the current stream follow all operations so far, and later operations follow what it does next.
+
+    ValueError while a CUDA graph is captured.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                checks.fail("stats", "a call in the capture of a CUDA graph", "one outside of it. Replays are counted")
+    engine.follow()
