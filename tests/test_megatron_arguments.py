@@ -17,7 +17,15 @@ from ep_dispatcher.integrations.megatron import arguments, register, unregister
 
 PACKAGE = "ep_dispatcher.integrations.megatron"
 GIVEN = ["--ep-dispatcher-experts", "grouped", "--ep-dispatcher-rank-capacity-factor", "1.5", "--ep-dispatcher-overlap"]
-GIVEN += ["--ep-dispatcher-num-sms", "8", "--ep-dispatcher-max-tokens-per-rank", "64", "--ep-dispatcher-gemm-sm-margin"]
+GIVEN += [
+    "--ep-dispatcher-num-sms",
+    "8",
+    "--ep-dispatcher-max-tokens-per-rank",
+    "64",
+    "--ep-dispatcher-stats-interval",
+    "9",
+]
+GIVEN += ["--ep-dispatcher-gemm-sm-margin"]
 
 
 def parser_of_megatron() -> argparse.ArgumentParser:
@@ -37,7 +45,7 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert not vars(parser_of_megatron().parse_args([])).keys() - {"moe_flex_dispatcher_backend"}
     register(num_sms=4, max_tokens_per_rank=32)
     config = make_config()
-    assert settings_of(config) == [None, None, None, 4, 32, None] and arguments.experts(config) == "auto"
+    assert settings_of(config) == [None, None, None, 4, 32, None, None] and arguments.experts(config) == "auto"
     assert arguments.experts(make_config("alltoall")) == "megatron"
     parser = parser_of_megatron()
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
@@ -45,15 +53,15 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert all(flag in printed.getvalue() for flag in GIVEN if flag.startswith("--"))
     args = parser.parse_args([*GIVEN, "--moe-flex-dispatcher-backend", "ep_dispatcher"])
     names = [arguments.PREFIX + name for name in arguments.ARGUMENTS]
-    assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 8, 64, True]
+    assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 8, 64, 9, True]
     args.ep_dispatcher_num_sms = None  # a script may change what it has parsed
     assert arguments.given(config, "num_sms") == 4
     config.ep_dispatcher_num_sms, config.ep_dispatcher_overlap = 12, False
-    assert settings_of(config) == ["grouped", 1.5, False, 12, 64, True]
+    assert settings_of(config) == ["grouped", 1.5, False, 12, 64, 9, True]
     argparse.ArgumentParser().parse_args([])  # of something else
     assert arguments.given(make_config(), "experts") == "grouped"
     unregister()
-    assert settings_of(make_config()) == [None] * 6
+    assert settings_of(make_config()) == [None] * 7
 
 
 WRONG = {
@@ -62,6 +70,7 @@ WRONG = {
     "overlap": ("yes", 1),
     "num_sms": (0, 2.0, "many", True),
     "max_tokens_per_rank": (0, 2.0, "40", True),
+    "stats_interval": (0, 1.5, "often", True),
     "gemm_sm_margin": (16, "auto"),
 }
 

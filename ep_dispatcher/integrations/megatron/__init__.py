@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ep_dispatcher.integrations.megatron.plugin import register, unregister
     from ep_dispatcher.integrations.megatron.registration import Registration, UnknownMegatronError
     from ep_dispatcher.integrations.megatron.skipped_step import skipped_steps
+    from ep_dispatcher.integrations.megatron.stats_log import job_stats
 
 __all__ = [
     "MoEEPTokenDispatcher",
     "Registration",
     "UnknownMegatronError",
     "destroy_buffers",
+    "job_stats",
     "register",
     "skipped_steps",
     "unregister",
@@ -36,6 +38,7 @@ _HOMES = {
     "Registration": "registration",
     "UnknownMegatronError": "registration",
     "destroy_buffers": "buffers",
+    "job_stats": "stats_log",
     "register": "plugin",
     "skipped_steps": "skipped_step",
     "unregister": "plugin",

@@ -67,6 +67,12 @@ ARGUMENTS = {
         "micro batch size / (context parallel size, with sequence parallel x tensor parallel size). Default: "
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK, else Megatron's arguments and the first forward pass",
     ),
+    "stats_interval": Argument(
+        int,
+        functools.partial(checks.integer, lowest=1),
+        "after every so many steps, log to TensorBoard and W&B how uneven the rows of ranks and experts are, and which "
+        "rank the others wait for. No host waits for it. Default: never",
+    ),
     "gemm_sm_margin": Argument(
         bool,
         checks.boolean,

@@ -18,6 +18,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.integrations.agree import all_reduce, say_in_use
+from ep_dispatcher.integrations.job_stats import JobSums
 from ep_dispatcher.integrations.megatron import arguments, capacity, limits, registration, routing
 from ep_dispatcher.memory import MAX_TOKENS, bytes_of, default_sms
 from ep_dispatcher.topology import registered_group
@@ -51,6 +52,7 @@ class MegatronBuffer(ep.Buffer):
 # graphs write to their memory, what torch.compile has compiled names them, and check_buffers raises what their last
 # operations have found late. All old ones together take at most as much memory as the last one.
 _made: dict[tuple, list[MegatronBuffer]] = {}
+sums = JobSums()  # of what they count, if it is to be logged
 _SIZE = arguments.flag("max_tokens_per_rank")
 _has_warned = False
 
@@ -97,6 +99,8 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         buffer.has_factor = arguments.rank_capacity_factor(config) is not None
         choices, num_ranks = buffer.num_choices, buffer.config.num_ranks
         buffer.overlook(functools.partial(capacity.note, num_choices=choices, num_ranks=num_ranks))
+        if arguments.given(config, "stats_interval"):
+            sums.start(buffer)
         made.append(buffer)
         _say_in_use(buffer)
     return made[-1]

@@ -89,6 +89,7 @@ def register(
     overlap: bool | None = None,
     num_sms: int | None = None,
     max_tokens_per_rank: int | None = None,
+    stats_interval: int | None = None,
     gemm_sm_margin: bool | None = None,
 ) -> Registration:
     """Let ``moe_token_dispatcher_type="flex"`` with ``moe_flex_dispatcher_backend="ep_dispatcher"`` choose ours.
@@ -120,8 +121,10 @@ def register(
         _undo.append(forget_agreements)
         for patch in patches:
             _replace(patch)
+        from ep_dispatcher.integrations.megatron import stats_log
         from ep_dispatcher.integrations.megatron.skipped_step import refuse_others
 
+        _undo.append(stats_log.forget)
         _undo.append(register_optimizer_step_pre_hook(refuse_others).remove)
         texts = [f"{patch.shown}: {patch.what}" for patch in patches]
         if bridge.is_installed():

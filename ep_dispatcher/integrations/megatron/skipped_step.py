@@ -31,7 +31,7 @@ from torch.nn import Module
 
 from ep_dispatcher.errors import TooFewRowsError, again
 from ep_dispatcher.integrations.agree import say
-from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits
+from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, stats_log
 from ep_dispatcher.integrations.megatron.capacity import Overflow
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 
@@ -70,15 +70,18 @@ def watch(old: Callable[..., Any]) -> Callable[..., Any]:
         models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Module)]
         facts = _facts_of(models)
         if facts is None or facts.factor == 0:
-            result = old(*args, **kwargs)
+            with stats_log.counted(trains):
+                result = old(*args, **kwargs)
             graphs.check_replays()
+            stats_log.note_step(trains and facts is not None and facts.stats)
             return result
         if trains:
             _begin(models, facts)
-        with job.watch() as found:
+        with stats_log.counted(trains), job.watch() as found:
             result = old(*args, **kwargs)
             buffers.check_buffers(graphs.NOTE if graphs.are_used else NOTE)  # late errors: on GPUs too many rows too
         _conclude(max(found, default=None), models, facts, trains)
+        stats_log.note_step(trains and facts.stats)
         return result
 
     return run
@@ -92,6 +95,7 @@ class Models:
     is_megatrons: bool  # whether it was given as moe_expert_rank_capacity_factor
     routers: list[Module]
     keeps_amaxes: bool  # whether layers are in FP8 with delayed scaling
+    stats: stats_log.Sizes  # what is to be logged of them, on any rank
 
 
 def _facts_of(models: Sequence[Module]) -> Models | None:
@@ -108,10 +112,12 @@ def _facts_of(models: Sequence[Module]) -> Models | None:
         ours = [one for one in dispatchers if isinstance(one, MoEEPTokenDispatcher)]
         factor = max((limits.any_factor(one.config) or 0.0 for one in ours), default=0.0)
         own = any(arguments.rank_capacity_factor(one.config) for one in ours)
-        parts, is_own = _largest(math.ceil(factor * _PARTS), own)
+        parts, is_own, *sizes = _largest(math.ceil(factor * _PARTS), own, *stats_log.sizes_of(ours))
         routers = [one for one in modules if isinstance(one, Router) or hasattr(one, "expert_bias")]
         scaled = any(map(_is_scaled_with_delay, modules))
-        known = capacity.job.models[models[0]] = Models(parts / _PARTS, not is_own, routers, scaled)
+        known = capacity.job.models[models[0]] = Models(
+            parts / _PARTS, not is_own, routers, scaled, stats_log.Sizes(*sizes)
+        )
     return known
 
 
@@ -157,7 +163,7 @@ def _conclude(own: Overflow | None, models: Sequence[Module], facts: Models, tra
         )
     if job.pending is None:
         job.num_skipped += 1
-        _log(job.num_skipped)
+        stats_log.write({COUNTER: job.num_skipped})
     job.pending = error("an optimizer that is not Megatron's would use the gradients of this step")
     job.grown = larger_factor(worst, room, last_was_skipped)
     graphs.discard(models)
@@ -310,15 +316,3 @@ def _tensors_in(where: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str,
         value = vars(value) if is_megatrons and hasattr(value, "__dict__") else {}
     for key, one in value.items():
         yield from _tensors_in((*where, str(key)), one)
-
-
-def _log(number: int) -> None:
-    """Write the counter to Megatron's TensorBoard and W&B logs, on the rank that has them."""
-    module = sys.modules.get("megatron.training.global_vars")
-    args = getattr(module, "_GLOBAL_ARGS", None)
-    step = getattr(args, "curr_iteration", None)
-    board, wandb = (getattr(module, f"_GLOBAL_{name}_WRITER", None) for name in ("TENSORBOARD", "WANDB"))
-    if board is not None:
-        board.add_scalar(COUNTER, number, step)
-    if wandb is not None:
-        wandb.log({COUNTER: number}, step)

@@ -1,0 +1,86 @@
+"""What Megatron's TensorBoard and W&B logs get from us: imbalance, waits for ranks, skipped steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple
+
+from ep_dispatcher.integrations.job_stats import JobStats, JobSums
+from ep_dispatcher.integrations.megatron import arguments, buffers
+from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+
+_steps = 0  # since the last sum
+_newest: JobStats | None = None
+
+
+class Sizes(NamedTuple):
+    """What is to be logged of some models, the same on all ranks."""
+
+    interval: int = 0  # steps; 0: nothing
+    num_labels: int = 0  # the largest number of a layer plus 1
+    num_experts: int = 0
+
+
+def job_stats() -> JobStats | None:
+    """Return the newest figures of the whole job, with ``--ep-dispatcher-stats-interval``. None before there are any.
+
+    Every rank gets them, a step or more after the last of their steps, but not all ranks in the same step.
+    """
+    return _newest
+
+
+def sizes_of(dispatchers: Sequence[MoEEPTokenDispatcher]) -> Sizes:
+    """Return what is to be logged of the layers with these dispatchers."""
+    return Sizes(*map(max, zip(*map(_sizes, dispatchers)))) if dispatchers else Sizes()
+
+
+def _sizes(dispatcher: MoEEPTokenDispatcher) -> Sizes:
+    interval = arguments.given(dispatcher.config, "stats_interval") or 0
+    num_experts = (
+        dispatcher.config.num_moe_experts * dispatcher.tp_size
+    )  # a buffer has a part of an expert as an expert
+    return Sizes(interval, (dispatcher.layer_number or 0) + 1, num_experts)
+
+
+def forget() -> None:
+    """Begin anew: the job's registration has ended."""
+    global _steps, _newest
+    buffers.sums, _steps, _newest = JobSums(), 0, None
+
+
+def counted(trains: bool) -> AbstractContextManager[None]:
+    """Return a scope for a schedule. One that does not train is left out of the figures."""
+    return nullcontext() if trains else buffers.sums.paused()
+
+
+def note_step(sizes: Sizes | Literal[False]) -> None:
+    """Log, after a schedule that trains; False: this one does not. Collective every ``interval`` steps."""
+    global _steps, _newest
+    if not sizes or not sizes.interval:
+        return
+    _steps += 1
+    found = buffers.sums.newest()
+    if found is not None:
+        _newest = found
+        write(found.scalars())
+    if _steps >= sizes.interval:
+        buffers.sums.grow(sizes.num_labels, sizes.num_experts)
+        for buffer in buffers.all_buffers():  # those that were there before this was asked for
+            buffers.sums.start(buffer)
+        buffers.sums.begin(_steps)
+        _steps = 0
+
+
+def write(scalars: Mapping[str, float]) -> None:
+    """Write to Megatron's TensorBoard and W&B logs, on the rank that has them."""
+    module = sys.modules.get("megatron.training.global_vars")
+    args = getattr(module, "_GLOBAL_ARGS", None)
+    step = getattr(args, "curr_iteration", None)
+    board, wandb = (getattr(module, f"_GLOBAL_{name}_WRITER", None) for name in ("TENSORBOARD", "WANDB"))
+    if board is not None:
+        for name, value in scalars.items():
+            board.add_scalar(name, value, step)
+    if wandb is not None and scalars:
+        wandb.log({**scalars}, step)
