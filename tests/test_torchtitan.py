@@ -1,7 +1,9 @@
 """ep_dispatcher.integrations.torchtitan: torchtitan's own trainer with this dispatcher and with its own ones."""
 
+import copy
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from ep_dispatcher.tools.testing import RankError, RankPool, make_routing, same_
 pytest.importorskip("torchtitan", reason="no torchtitan: it brings 1.5 GB (Triton, pyarrow), which .ci/run installs")
 
 MODULE = "ep_dispatcher.integrations.torchtitan"
-OURS, KEEP, FULL = (f"{MODULE}.{name}" for name in ("token_dispatcher", "selective_ac", "full_ac"))
+OURS, KEEP, FULL, LOG = (f"{MODULE}.{name}" for name in ("token_dispatcher", "selective_ac", "full_ac", "metrics"))
 EP4 = dict(expert_parallel_degree=4)
 COMPILE_S = 300  # of a run that compiles, on a busy machine
 HIDDEN, NUM_EXPERTS, TOP_K = 32, 8, 3
@@ -144,8 +146,199 @@ def test_it_refuses_to_replace_a_policy_of_checkpoints_of_ones_own():
         selective_ac(Own.Config())
 
 
-def make_dispatchers(kind: str, **options) -> list:
-    """Two dispatchers, torchtitan's of this kind or ours, with the ranks of the default group."""
+def logged(rank: int, overrides: tuple[str, ...], folder: str, options: dict, log_freq: int) -> dict:
+    """What TensorBoard got from a rank: {name: {step: value}}."""
+    from lib.torchtitan_case import trained
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    torch._dynamo.reset()
+    where = f"{folder}/{rank}"
+    metrics = dict(enable_tensorboard=True, save_tb_folder=where, log_freq=log_freq)
+    trained(rank, overrides, parallel=EP4, metrics=metrics, **options).metrics_processor.close()
+    seen = {}
+    for path in Path(where).glob("*"):
+        events = EventAccumulator(str(path)).Reload()
+        seen |= {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    return seen
+
+
+def logged_and_counted(rank: int, overrides: tuple[str, ...], folder: str, skewed: bool, log_freq: int):
+    """What `logged` returns, and the tokens of all ranks: int64 [steps, MoE layers, experts].
+
+    skewed: all tokens of the second MoE layer go to the first experts
+    """
+    import lib.torchtitan_case  # noqa: F401  # before torchtitan
+
+    from ep_dispatcher.integrations.torchtitan import EPTokenDispatcher
+
+    counts: list[torch.Tensor] = []
+    dispatch = EPTokenDispatcher.dispatch
+
+    def counting(self, x, scores, ids, num_local_tokens_per_expert):
+        if skewed and len(counts) % 2 == 1:
+            ids = torch.arange(self.top_k).repeat(len(ids), 1)
+        counts.append(torch.bincount(ids.flatten(), minlength=self.num_experts))
+        return dispatch(self, x, scores, ids, num_local_tokens_per_expert)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EPTokenDispatcher, "dispatch", counting)
+        seen = logged(rank, overrides, folder, {}, log_freq)
+    tokens = torch.stack(counts)
+    dist.all_reduce(tokens)
+    return seen, tokens.view(len(counts) // 2, 2, -1)
+
+
+def ours_in(seen: dict) -> dict:
+    prefix = "ep_dispatcher/"
+    return {name.removeprefix(prefix): found for name, found in seen.items() if name.startswith(prefix)}
+
+
+def figures(tokens: torch.Tensor) -> dict[str, float]:
+    """What is to be logged of some steps, of which each of 4 ranks has as many of the experts."""
+    experts = tokens.sum(0).double()
+    ranks = experts.view(len(experts), 4, -1).sum(2)
+    imbalance = ranks.amax(1) / ranks.mean(1)
+    return {
+        "busiest_rank_over_mean": float(imbalance.mean()),
+        "busiest_rank_over_mean_worst_layer": float(imbalance.max()),
+        "worst_layer": 1 + int(imbalance.argmax()),  # layer 0 has no experts
+        "busiest_expert_over_mean": float((experts.amax(1) / experts.mean(1)).mean()),
+    }
+
+
+@pytest.mark.parametrize(
+    "skewed, log_freq, steps_of",
+    [(True, 1, {2: slice(0, 1), 3: slice(1, 2), 4: slice(2, 3)}), (False, 2, {2: slice(0, 1), 4: slice(1, 3)})],
+    ids=["skewed", "every second step"],
+)
+def test_metrics_are_logged(pools, tmp_path, skewed, log_freq, steps_of):
+    """At each log step come those of the steps since the log step before, without the newest step."""
+    ranks = pools(4).run(logged_and_counted, (OURS, LOG), str(tmp_path / "on"), skewed, log_freq)
+    without = pools(4).run(logged_and_counted, (OURS,), str(tmp_path / "off"), skewed, log_freq)
+    (everything, tokens), off = ranks[0], without[0][0]
+    assert [seen for seen, _ in ranks[1:]] == [{}] * 3, "torchtitan logs on rank 0 alone"
+    seen = ours_in(everything)
+    assert len(seen) == 7 and all([*found] == [*steps_of] for found in seen.values())
+    for step, steps in steps_of.items():
+        expected = figures(tokens[steps])
+        assert {name: seen[name][step] for name in expected} == pytest.approx(expected)
+        if skewed:
+            top_k, experts_of_rank = tokens[0, 1].count_nonzero(), tokens.shape[2] // 4
+            assert seen["worst_layer"][step] == 2 and seen["busiest_rank_over_mean"][step] > 1
+            worst = seen["busiest_rank_over_mean_worst_layer"][step]
+            assert worst == pytest.approx(float(experts_of_rank / (top_k / 4)))
+        assert seen["waits_ms_per_rank"][step] > 0 and seen["most_waited_for_rank"][step] in range(4)
+    assert off.keys() == {name for name in everything if "ep_dispatcher" not in name}
+    for name in ("loss_metrics/global_avg_loss", "grad_norm", "n_tokens_seen"):
+        assert off[name] == everything[name]
+
+
+@pytest.mark.parametrize(
+    "overrides, options",
+    [
+        ((), dict(ac="full")),
+        exhaustive((KEEP,), dict(ac="selective")),
+        exhaustive((), dict(compiles=True)),
+        exhaustive((KEEP,), dict(compiles=True, ac="selective")),
+        exhaustive((FULL,), dict(compiles=True, ac="full")),
+        exhaustive((KEEP,), dict(compiles=True, ac="selective", **CAPACITY)),
+    ],
+)
+def test_metrics_with_checkpoints_and_compiled_layers(pools, tmp_path, overrides, options):
+    """Compiled layers share a graph, and checkpoints may send again."""
+    expected = pools(4).run(logged, (OURS, LOG), str(tmp_path / "plain"), {}, 1)[0]
+    given = ((OURS, LOG, *overrides), str(tmp_path / "other"), options, 1)
+    found = pools(4).run(logged, *given, timeout_s=COMPILE_S)[0]
+    for name, by_step in ours_in(expected).items():
+        if "wait" not in name:
+            assert ours_in(found)[name] == pytest.approx(by_step), name
+
+
+def labels(rank: int, compiles: bool) -> dict[int, int]:
+    """The tokens by label of two layers, the second of which runs twice. It is a copy, as in pipeline stages."""
+    from ep_dispatcher.integrations.job_stats import JobSums
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sums, (first, second) = JobSums(), make_dispatchers("ours")
+    mesh, second.ep_mesh = second.ep_mesh, None
+    second = copy.deepcopy(second)
+    second.wire_meshes(ep_mesh=mesh)
+    for label, dispatcher in ((3, first), (7, second)):
+        dispatcher.count(label, sums)
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+    ids, scores = make_routing("uniform", 20, NUM_EXPERTS, TOP_K, seed=rank)
+    for dispatcher in (second, first, second):
+        step(dispatcher, torch.randn(20, HIDDEN, requires_grad=True), scores, ids).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiles)
+    sums.grow(8, NUM_EXPERTS)
+    sums.begin(set(first.buffers.values()) | set(second.buffers.values()), 1)
+    return {label: int(count) for label, count in enumerate(sums.newest().rows.sum(1)) if count}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_layers_that_share_a_buffer_and_a_graph_count_apart(pools, compiles):
+    tokens = 2 * 20 * TOP_K
+    assert pools(2).run(labels, compiles, timeout_s=COMPILE_S) == [{3: tokens, 7: 2 * tokens}] * 2
+
+
+def log_of_stages(rank: int) -> list[dict]:
+    """What the log of each step gets where ranks 2 and 3 are a pipeline stage without MoE layers."""
+    from lib.torchtitan_case import MetricsProcessor
+
+    from ep_dispatcher.integrations.torchtitan import EPMetricsProcessor
+
+    class Log(EPMetricsProcessor):
+        @dataclass(kw_only=True, slots=True)
+        class Config(EPMetricsProcessor.Config):
+            pass
+
+    seen: list[dict] = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))["ep"]
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"5": torch.nn.Module()})})
+    if rank < 2:
+        (dispatcher,) = make_dispatchers("ours", mesh=mesh)[:1]
+        model["layers"]["5"].token_dispatcher = dispatcher
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsProcessor, "__init__", lambda self, config, **_: setattr(self, "config", config))
+        patch.setattr(MetricsProcessor, "log", lambda self, *given: seen.append(given[-1]))
+        processor = Log.Config(log_freq=1).build(parallel_dims=None)
+        processor.model_parts = [model]
+        for step in (1, 2, 3):
+            assert processor.should_log(step) and processor.should_log(step)
+            if rank < 2:
+                ids = torch.arange(TOP_K).repeat(20, 1)
+                layer(dispatcher, torch.randn(20, HIDDEN), torch.rand(20, TOP_K), ids)
+            processor.log(step, 0.0, 0.0, 0.0, {"lr": 0.1})
+    return seen
+
+
+def test_a_pipeline_stage_without_moe_layers_takes_part(pools):
+    for first, *others in pools(4).run(log_of_stages):
+        assert first == {"lr": 0.1}
+        for seen in map(ours_in, others):
+            assert seen["busiest_rank_over_mean"] == 2 and seen["worst_layer"] == 5
+            assert seen["busiest_expert_over_mean"] == pytest.approx(NUM_EXPERTS / TOP_K)
+
+
+def test_it_refuses_to_replace_a_metrics_processor_of_ones_own(pools):
+    from lib.torchtitan_case import Losses
+
+    from ep_dispatcher.integrations.torchtitan import metrics
+
+    with pytest.raises(ValueError, match="^metrics: "):
+        metrics(Losses.Config())
+
+
+def test_metrics_without_the_dispatcher_are_an_error_of_all_ranks(pools, tmp_path):
+    with pytest.raises(RankError) as raised:
+        pools(4).run(logged, (LOG,), str(tmp_path), {}, 1)
+    assert len(raised.value.failures) == 4
+    assert all("token_dispatcher" in message for _, message, _ in raised.value.failures.values())
+
+
+def make_dispatchers(kind: str, mesh=None, **options) -> list:
+    """Two dispatchers, torchtitan's of this kind or ours, with the ranks of the mesh or of the default group."""
     from lib import torchtitan_case as case
     from torchtitan.distributed.utils import set_spmd_backend
 
@@ -155,7 +348,8 @@ def make_dispatchers(kind: str, **options) -> list:
     config = dict(num_experts=NUM_EXPERTS, top_k=TOP_K)
     owner = torchtitan.EPTokenDispatcher if kind == "ours" else case.AllToAllTokenDispatcher
     made = [owner.Config(**config, **options).build() for _ in range(2)]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
     for one in made:
         one.wire_meshes(ep_mesh=mesh)
     return made

@@ -3,7 +3,8 @@
     torchrun ... -m torchtitan.train --module deepseek_v3 --config ... --override.imports \\
         ep_dispatcher.integrations.torchtitan.token_dispatcher ep_dispatcher.integrations.torchtitan.selective_ac
 
-full_ac is selective_ac's twin for full activation checkpointing.
+full_ac is selective_ac's twin for full activation checkpointing. metrics adds imbalance and waits to the metrics that
+torchtitan logs.
 
     dispatch    ep.dispatch: rows grouped by local expert, with the score of each
     combine     scores times expert outputs in float32, rounded to the dtype of the rows; ep.combine sums them
@@ -17,23 +18,36 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, recompute
+from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.buffer import find_buffer
 from ep_dispatcher.errors import TooFewRowsError, again
 from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations.job_stats import JobSums
 
-__all__ = ["EPTokenDispatcher", "TooManyTokensError", "full_ac", "selective_ac", "token_dispatcher"]
+__all__ = [
+    "EPMetricsProcessor",
+    "EPTokenDispatcher",
+    "TooManyTokensError",
+    "full_ac",
+    "metrics",
+    "selective_ac",
+    "token_dispatcher",
+]
 _ADVICE = "Set num_max_tokens_per_rank to the most tokens of any rank in any forward pass, also in validation."
 
 
@@ -74,6 +88,24 @@ def _check_before_steps() -> None:
     register_optimizer_step_pre_hook(check)
 
 
+def _set_label(topk_idx: Tensor, label: Tensor, buffer_id: str) -> Tensor:
+    """Set ``Buffer.label``, and return a copy of topk_idx [num_tokens, top_k], so that its dispatch comes after this.
+
+    label: int64 [] on the CPU. As a number it would be a constant of a compiled graph, which several layers share.
+    """
+    find_buffer(buffer_id).label = int(label)
+    return topk_idx.clone()
+
+
+_set_label_op = torch.library.custom_op(
+    "ep_dispatcher::set_label",
+    _set_label,
+    mutates_args=(),
+    schema="(Tensor topk_idx, Tensor label, str buffer_id) -> Tensor",
+)
+_set_label_op.register_fake(lambda topk_idx, label, buffer_id: torch.empty_like(topk_idx))
+
+
 class EPTokenDispatcher(BaseEPTokenDispatcher):
     """A token dispatcher of torchtitan on this engine.
 
@@ -108,12 +140,18 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         self.alignment = config.pad_multiple or 1
         self.buffers: dict[tuple[int, torch.dtype], TitanBuffer] = {}  # by hidden and dtype of the rows
         self.buffer: TitanBuffer | None = None  # the one of these in use
-        _dispatchers.add(self)
+        self.label: Tensor | None = None  # the layer's number, int64 [] on the CPU; as the next, set by `count`
+        self.sums: JobSums | None = None  # None: nothing is counted
 
     def init_buffer(self) -> None:
         """Refuse a job without expert parallelism. The first forward pass makes the buffer, as it knows the rows."""
         if self.ep_mesh is None:
             checks.fail("expert_parallel_degree", "1", "2 or more with this token dispatcher")
+        _dispatchers.add(self)  # not in __init__, because pipeline stages have copies of a model's dispatchers
+
+    def count(self, label: int, sums: JobSums) -> None:
+        """Count tokens and waits for these sums, tokens as those of layer ``label``. Before the first forward pass."""
+        self.label, self.sums = torch.tensor(label, dtype=torch.int64, device="cpu"), sums
 
     def dispatch(
         self,
@@ -138,7 +176,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         out = ep.dispatch(
             buffer,
             x_TD,
-            topk_expert_ids_TK,
+            self.labelled(topk_expert_ids_TK, buffer),
             topk_scores_TK.float(),
             expert_alignment=self.alignment,
             max_recv_rows=self.max_recv_rows(most_tokens),
@@ -156,6 +194,15 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         buffer, scores, handle = metadata
         scored = (routed_output_RD.float() * scores[:, None]).to(routed_output_RD.dtype)
         return ep.combine(buffer, scored, handle)
+
+    def labelled(self, topk_expert_ids_TK: Tensor, buffer: ep.Buffer) -> Tensor:
+        """Return the expert numbers [num_tokens, top_k] for a dispatch that counts for this layer."""
+        if self.label is None:
+            return topk_expert_ids_TK
+        if is_observed((topk_expert_ids_TK,)):  # a traced graph sets the label when it runs
+            return _set_label_op(topk_expert_ids_TK, self.label, buffer.id)
+        buffer.label = int(self.label)
+        return topk_expert_ids_TK
 
     def max_recv_rows(self, most_tokens: int) -> int | None:
         """Return the rows that every rank has room for, or None without a limit.
@@ -216,6 +263,8 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
             )
             agree.say_in_use(agree.versioned("torchtitan"), known)
         assert known is not None
+        if self.sums is not None:
+            self.sums.start(known)  # now, so that CUDA graphs that are captured later count
         return known
 
     @torch.compiler.assume_constant_result
@@ -291,3 +340,77 @@ class EPFullAC(FullAC):
 def full_ac(cfg: FullAC.Config) -> EPFullAC.Config:
     """Replace the full checkpointing. PyTorch refuses it with debug=True."""
     return derive(cfg, EPFullAC.Config)
+
+
+class EPMetricsProcessor(MetricsProcessor):
+    """torchtitan's metrics, and with them at each log step the imbalance and waits of the job (JobStats.scalars).
+
+    The sum over all ranks begins before the forward pass of a log step, so that no host waits for it. It covers the
+    steps since the previous log step, with that step and without the new one; the first step of a run logs none.
+    Forward passes of a validation and recomputes that dispatch again count too.
+
+    The sums rely on torchtitan's trainers, which call should_log on all ranks, before the forward pass of each step. A
+    layer's number is the one in the name of its module, such as "layers.3.moe", or 0 without one. Raises ValueError on
+    all ranks in the first step if no layer has this library's token dispatcher.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, config: Config, **options: Any):
+        super().__init__(config, **options)
+        self.sums = JobSums()
+        self.dispatchers: list[EPTokenDispatcher] = []
+        self.next_step: int | None = None  # the first step that no sum has. None: no step has begun
+
+    def should_log(self, step: int) -> bool:
+        logs = super().should_log(step)
+        if self.next_step is None:
+            self.count_layers()
+            self.next_step = step
+        elif logs and step > self.next_step:
+            self.sums.begin(step - self.next_step)
+            self.next_step = step
+        return logs
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        found = self.sums.newest()
+        if found is not None:
+            extra_metrics = {**(extra_metrics or {}), **found.scalars()}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+
+    def count_layers(self) -> None:
+        """Let the layers of this rank count. Collective: the ranks of all stages agree on the sizes of the sums."""
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        num_labels = num_experts = 0
+        for part in self.model_parts or ():
+            for name, module in part.named_modules():
+                dispatcher = getattr(module, "token_dispatcher", None)
+                if isinstance(dispatcher, EPTokenDispatcher):
+                    label = next((int(word) for word in name.split(".") if word.isdigit()), 0)
+                    dispatcher.count(label, self.sums)
+                    self.dispatchers.append(dispatcher)
+                    num_labels, num_experts = max(num_labels, label + 1), max(num_experts, dispatcher.num_experts)
+        sizes = torch.tensor([num_labels, num_experts], dtype=torch.int64, device=device)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        num_labels, num_experts = sizes.tolist()
+        if not num_experts:
+            checks.fail("metrics", "a model without this token dispatcher", f"one with {__name__}.token_dispatcher too")
+        self.sums.grow(num_labels, num_experts)
+
+
+@override(target=MetricsProcessor.Config, description="imbalance and waits of ep_dispatcher are logged")
+def metrics(cfg: MetricsProcessor.Config) -> EPMetricsProcessor.Config:
+    """Replace the metrics processor. ValueError for a subclass, whose own methods would be lost."""
+    if type(cfg) is not MetricsProcessor.Config:
+        ours = "MetricsProcessor.Config; derive your class from EPMetricsProcessor instead, without this override"
+        checks.fail("metrics", type(cfg).__qualname__, ours)
+    return derive(cfg, EPMetricsProcessor.Config)

@@ -14,9 +14,10 @@ from lib.commands import ROOT
 
 titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # without a GPU torchtitan takes "cuda"
 
+from torchtitan.components import metrics as titan_metrics
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -100,6 +101,21 @@ class Losses(MetricsProcessor):
         pass
 
 
+class NoMemory:
+    """Stands for torchtitan's monitor of a GPU's memory."""
+
+    device_name = "CPU"
+
+    def get_peak_stats(self):
+        return DeviceMemStats(*[0] * len(DeviceMemStats._fields))
+
+    def reset_peak_stats(self):
+        pass
+
+
+titan_metrics.build_device_memory_monitor = NoMemory
+
+
 class PoolTrainer(Trainer):
     """torchtitan's trainer in a group that is there already."""
 
@@ -120,8 +136,21 @@ def parallelize(model, **options):
     return model
 
 
-def trainer_config(overrides=(), *, parallel, ac=None, compiles=False, dtype="float32", pad_multiple=None, **of_model):
-    """The configuration of deepseek_v3's debugmodel with two MoE layers. overrides: those of the command line."""
+def trainer_config(
+    overrides=(),
+    *,
+    parallel,
+    ac=None,
+    compiles=False,
+    dtype="float32",
+    pad_multiple=None,
+    metrics=None,
+    **of_model,
+):
+    """The configuration of deepseek_v3's debugmodel with two MoE layers. overrides: those of the command line.
+
+    metrics: options of torchtitan's own MetricsProcessor. None: Losses
+    """
     spec = model_registry("debugmodel", attn_backend="flex", **of_model)
     spec.parallelize_fn = parallelize
     spec.model.layers = spec.model.layers[: 1 + NUM_MOE_LAYERS]
@@ -134,7 +163,7 @@ def trainer_config(overrides=(), *, parallel, ac=None, compiles=False, dtype="fl
     return PoolTrainer.Config(
         model_spec=spec,
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
-        metrics=Losses.Config(log_freq=1),
+        metrics=Losses.Config(log_freq=1) if metrics is None else MetricsProcessor.Config(**metrics),
         tokenizer=Bytes.Config(),
         dataloader=Readme.Config(),
         optimizer=default_adamw(lr=8e-4),
@@ -156,9 +185,14 @@ def trainer_config(overrides=(), *, parallel, ac=None, compiles=False, dtype="fl
 
 def train(rank, overrides=(), **options):
     """The losses and norms of all steps."""
+    return trained(rank, overrides, **options).metrics_processor.seen
+
+
+def trained(rank, overrides=(), **options):
+    """A trainer after all steps."""
     os.environ["LOCAL_RANK"] = str(rank)
     trainer = trainer_config(overrides, **options).build()
     batches = trainer.batch_generator(trainer.dataloader)
     for trainer.step in range(1, NUM_STEPS + 1):  # Trainer.train, the loop around this, needs PyTorch 2.14
         trainer.train_step(batches)
-    return trainer.metrics_processor.seen
+    return trainer
