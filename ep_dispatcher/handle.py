@@ -86,14 +86,11 @@ class Event:
         return True
 
 
-class NoHook:
-    """The hook of an operation without ``return_hook``."""
+def no_hook() -> None:
+    """The hook of an operation without ``return_hook``: nothing is left to receive.
 
-    def __call__(self) -> None:
-        """Do nothing: nothing is left to receive."""
-
-
-NO_HOOK = NoHook()
+    A function, because Dynamo of PyTorch 2.11 cannot trace a result that has an object of a class of ours.
+    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,7 +128,7 @@ class DispatchOutput(_Result, Generic[Rows, Weights]):
     rows_per_expert: Tensor
     handle: Handle
     event: Event
-    hook: Callable[[], None] = field(default=NO_HOOK, repr=False)
+    hook: Callable[[], None] = field(repr=False)
 
     @property
     def rows_on_host(self) -> Tensor:
@@ -153,4 +150,4 @@ class CombineOutput(_Result, Generic[Weights]):
     x: Tensor
     topk_weights: Weights
     event: Event
-    hook: Callable[[], None] = field(default=NO_HOOK, repr=False)
+    hook: Callable[[], None] = field(repr=False)

@@ -19,7 +19,7 @@ from ep_dispatcher import checks, decode, float8
 from ep_dispatcher.argument_types import Quantize
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, Received
 from ep_dispatcher.errors import PeerTimeoutError
-from ep_dispatcher.handle import NO_HOOK, CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle, no_hook
 from ep_dispatcher.plain import plain
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def dispatch_output(
         rows_per_expert=rows_per_expert,
         handle=handle,
         event=buffer.live_engine().event(buffer),
-        hook=Hook(buffer) if request.sends_only else NO_HOOK,
+        hook=Hook(buffer) if request.sends_only else no_hook,
     )
 
 
@@ -262,7 +262,7 @@ def combine_output(
     buffer: Buffer, request: CombineRequest, combined: Combined, out: Tensor | None = None
 ) -> CombineOutput:
     """Name the results of a combine. out: the caller's, complete when this returns, or after the hook."""
-    hook: Callable[[], None] = NO_HOOK
+    hook: Callable[[], None] = no_hook
     if request.sends_only:
         hook = Hook(buffer, combined.x, out)
     elif out is not None:
