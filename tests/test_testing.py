@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from lib.commands import environment
+from lib.commands import ROOT, environment
 from lib.faults import is_running
 
 from ep_dispatcher.tools import testing
@@ -250,3 +250,27 @@ def test_bits_are_compared_and_not_values(dtype):
 def test_routing_mistakes(kind, num_topk, named):
     with pytest.raises(ValueError, match=named):
         make_routing(kind, 1, 2, num_topk, seed=0)
+
+
+@pytest.mark.exhaustive
+def test_without_megatron_its_tests_are_skipped(tmp_path):
+    """Each file of tests can be imported, and those of Megatron say why they are skipped."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise ModuleNotFoundError('none here', name='megatron')")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-rs",
+        str(ROOT / "tests"),
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "megatron-core is not installed" in result.stdout
+    assert "test_megatron_graphs" not in result.stdout and "test_dispatch_combine.py::" in result.stdout

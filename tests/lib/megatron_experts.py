@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-from ep_dispatcher.integrations.megatron import eligibility, experts
-from ep_dispatcher.moe import overlap
+# First of all: it skips the importing file where Megatron is missing, which the others import.
 from lib.megatron_layer import (
     Layout,
     device,
@@ -16,6 +15,10 @@ from lib.megatron_layer import (
     random,
     set_weights,
 )
+
+# isort: split
+from ep_dispatcher.integrations.megatron import eligibility, experts
+from ep_dispatcher.moe import overlap
 
 GROUPED_GEMMS, OVERLAP, TWO_PARTS = "grouped GEMMs", "overlap", "two parts"
 
