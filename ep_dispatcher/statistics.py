@@ -36,12 +36,31 @@ class Stats:
     num_calls: int
 
 
-class _Copy(NamedTuple):
-    """A copy of the totals on its way to the host."""
+class HostCopy:
+    """A copy of a tensor on its way to the host, after all work in the current stream. ``values`` when it ``is_here``.
 
-    totals: Tensor
-    event: torch.cuda.Event | None  # None: it has arrived
-    call: int  # the call of take() that began it
+    A tensor of a CPU is copied at once.
+    """
+
+    def __init__(self, t: Tensor):
+        self._event: torch.cuda.Event | None = None
+        if not t.is_cuda:
+            self.values = t.clone()
+            return
+        self.values = torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class _Taken(NamedTuple):
+    """The totals at one call of take()."""
+
+    copy: HostCopy
+    call: int
 
 
 class Totals:
@@ -58,12 +77,12 @@ class Totals:
         with torch.inference_mode(False):  # operations may add inside and outside of it
             follow(engine, device)
             self.all = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-            self._last = _Copy(torch.zeros_like(self.all, device="cpu"), None, 0)
+            self._last, self._last_call = torch.zeros_like(self.all, device="cpu"), 0
             tokens, *waits = self.parts(self.all)
             engine.expert_tokens = tokens.unbind()
         for name, wait_ns in zip(_OPERATIONS, waits, strict=True):
             engine.measure_waits(name, wait_ns)
-        self._copies: deque[_Copy] = deque()
+        self._copies: deque[_Taken] = deque()
         self._call = 0
 
     def parts(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,22 +99,16 @@ class Totals:
             follow(engine, self.all.device)
             self._call += 1
             if len(self._copies) < _MOST_COPIES:
-                self._copies.append(self._copy())
+                self._copies.append(_Taken(HostCopy(self.all), self._call))
             arrived = None
-            while self._copies and (self._copies[0].event is None or self._copies[0].event.query()):
+            while self._copies and self._copies[0].copy.is_here:
                 arrived = self._copies.popleft()
             if arrived is None:
                 return None
-            last, self._last = self._last, arrived
-            return Stats(*self.parts(arrived.totals - last.totals), arrived.call - last.call)
-
-    def _copy(self) -> _Copy:
-        if not self.all.is_cuda:
-            return _Copy(self.all.clone(), None, self._call)
-        copy = torch.empty_like(self.all, device="cpu", pin_memory=True).copy_(self.all, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return _Copy(copy, event, self._call)
+            totals, call = arrived.copy.values, arrived.call
+            stats = Stats(*self.parts(totals - self._last), call - self._last_call)
+            self._last, self._last_call = totals, call
+            return stats
 
 
 def follow(engine: Engine, device: torch.device) -> None:

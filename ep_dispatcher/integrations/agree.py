@@ -106,6 +106,24 @@ def most_of(number: int, group: ProcessGroup, *, about: str, note: str = "") -> 
     return int(most)
 
 
+def job_device() -> torch.device:
+    """Return where tensors of collectives over the whole job are, which may go through NCCL or gloo."""
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+def largest_in_job(*values: int) -> list[int]:
+    """Return the largest of each value over all ranks of the job. Collective; on GPUs the host waits for them.
+
+    Through the job's own group: one of the hosts, with a connection between every two ranks, would be slow in large
+    jobs. So call it where the GPU's work is complete in any case.
+    """
+    if not dist.is_initialized():
+        return [*values]
+    largest = torch.tensor(values, dtype=torch.int64, device=job_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def check_same(everyone: Sequence[Mapping[str, int | None]]) -> None:
     """Raise ValueError if ranks have brought different numbers to a Gather. None: not given."""
     for rank, one in enumerate(everyone):

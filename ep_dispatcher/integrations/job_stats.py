@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.statistics import NUM_LABELS, Totals, follow
+from ep_dispatcher.integrations.agree import job_device
+from ep_dispatcher.statistics import NUM_LABELS, HostCopy, Totals, follow
 
 _PREFIX = "ep_dispatcher/"
 
@@ -90,9 +91,8 @@ class _Sum(NamedTuple):
     steps: int
     sizes: list[int]
     num_labels: int
-    summed: Tensor  # kept until its copy is there
-    copy: Tensor
-    event: torch.cuda.Event | None  # None: it is there
+    summed: Tensor  # kept until its copy is here
+    copy: HostCopy
 
 
 @dataclass
@@ -146,13 +146,12 @@ class JobSums:
             raise ValueError("begin() was called before grow(), which says how many labels and experts there are")
         num_labels, num_ranks = self._num_labels, dist.get_world_size()
         sizes = [num_labels * num_ranks, num_labels * self._num_experts, num_ranks, num_ranks, num_ranks]
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         with torch.inference_mode(False), torch.no_grad():
-            mine = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            mine = torch.zeros(sum(sizes), dtype=torch.int64, device=job_device())
             for buffer in self._living():
                 if buffer.config.num_experts <= self._num_experts:
                     self._add(buffer, *mine.split(sizes))
-            self._pending.append(_Sum(steps, sizes, num_labels, mine, *self._sum(mine)))
+            self._pending.append(_Sum(steps, sizes, num_labels, mine, self._sum(mine)))
 
     def newest(self) -> JobStats | None:
         """Return the sums that have arrived since the last call, added up; None if there are none.
@@ -160,15 +159,15 @@ class JobSums:
         After ``grow`` has made room for more, only those with the new sizes.
         """
         arrived: list[_Sum] = []
-        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
+        while self._pending and self._pending[0].copy.is_here:
             arrived.append(self._pending.popleft())
         if not arrived:
             return None
         last = arrived[-1]
         alike = [one for one in arrived if one.sizes == last.sizes]
-        added = torch.stack([one.copy for one in alike]).sum(0)
+        added = torch.stack([one.copy.values for one in alike]).sum(0)
         rows, experts, waited_for, waited, _ = added.split(last.sizes)
-        leaders = last.copy.split(last.sizes)[-1]  # no number of anything
+        leaders = last.copy.values.split(last.sizes)[-1]  # no number of anything
         numbers = {leader: number for number, leader in enumerate(leaders[leaders > 0].unique().tolist())}
         groups = torch.tensor([numbers.get(leader, -1) for leader in leaders.tolist()], dtype=torch.int64, device="cpu")
         rows, experts = (counts.view(last.num_labels, -1) for counts in (rows, experts))
@@ -194,21 +193,18 @@ class JobSums:
         waited[own] += waits[0].max() + waits[1].max()
         leaders[own] = ranks[0] + 1  # 0: no group
 
-    def _sum(self, mine: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin the sum over all ranks, in place, and its copy to the host. Return the copy and its event."""
+    def _sum(self, mine: Tensor) -> HostCopy:
+        """Begin the sum over all ranks, in place, and its copy to the host."""
         if not mine.is_cuda:
             dist.all_reduce(mine)
-            return mine, None
+            return HostCopy(mine)
         if self._stream is None:
             self._stream = torch.cuda.Stream(mine.device)
         work = dist.all_reduce(mine, async_op=True)
         self._stream.wait_stream(torch.cuda.current_stream(mine.device))
         with torch.cuda.stream(self._stream):
             work.wait()  # lets this stream wait, not the current one
-            copy = torch.empty_like(mine, device="cpu", pin_memory=True).copy_(mine, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return copy, event
+            return HostCopy(mine)
 
 
 def _copy_of_totals(buffer: Buffer) -> Tensor:

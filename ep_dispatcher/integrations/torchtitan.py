@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
@@ -389,7 +388,6 @@ class EPMetricsProcessor(MetricsProcessor):
 
     def count_layers(self) -> None:
         """Let the layers of this rank count. Collective: the ranks of all stages agree on the sizes of the sums."""
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         num_labels = num_experts = 0
         for part in self.model_parts or ():
             for name, module in part.named_modules():
@@ -399,9 +397,7 @@ class EPMetricsProcessor(MetricsProcessor):
                     dispatcher.count(label, self.sums)
                     self.dispatchers.append(dispatcher)
                     num_labels, num_experts = max(num_labels, label + 1), max(num_experts, dispatcher.num_experts)
-        sizes = torch.tensor([num_labels, num_experts], dtype=torch.int64, device=device)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX)
-        num_labels, num_experts = sizes.tolist()
+        num_labels, num_experts = agree.largest_in_job(num_labels, num_experts)
         if not num_experts:
             checks.fail("metrics", "a model without this token dispatcher", f"one with {__name__}.token_dispatcher too")
         self.sums.grow(num_labels, num_experts)

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 from torch.nn import Module
 
 from ep_dispatcher.errors import TooFewRowsError, again
-from ep_dispatcher.integrations.agree import say
+from ep_dispatcher.integrations.agree import largest_in_job, say
 from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, stats_log
 from ep_dispatcher.integrations.megatron.capacity import Overflow
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
@@ -69,20 +68,19 @@ def watch(old: Callable[..., Any]) -> Callable[..., Any]:
         given = kwargs.get("model")
         models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Module)]
         facts = _facts_of(models)
-        if facts is None or facts.factor == 0:
-            with stats_log.counted(trains):
+        with stats_log.schedule(trains, stats_log.Sizes() if facts is None else facts.stats):
+            if facts is None or facts.factor == 0:
                 result = old(*args, **kwargs)
-            graphs.check_replays()
-            stats_log.note_step(trains and facts is not None and facts.stats)
+                graphs.check_replays()
+                return result
+            if trains:
+                _begin(models, facts)
+            with job.watch() as found:
+                result = old(*args, **kwargs)
+                # Late errors: on GPUs too many rows are one of them.
+                buffers.check_buffers(graphs.NOTE if graphs.are_used else NOTE)
+            _conclude(max(found, default=None), models, facts, trains)
             return result
-        if trains:
-            _begin(models, facts)
-        with stats_log.counted(trains), job.watch() as found:
-            result = old(*args, **kwargs)
-            buffers.check_buffers(graphs.NOTE if graphs.are_used else NOTE)  # late errors: on GPUs too many rows too
-        _conclude(max(found, default=None), models, facts, trains)
-        stats_log.note_step(trains and facts.stats)
-        return result
 
     return run
 
@@ -112,7 +110,7 @@ def _facts_of(models: Sequence[Module]) -> Models | None:
         ours = [one for one in dispatchers if isinstance(one, MoEEPTokenDispatcher)]
         factor = max((limits.any_factor(one.config) or 0.0 for one in ours), default=0.0)
         own = any(arguments.rank_capacity_factor(one.config) for one in ours)
-        parts, is_own, *sizes = _largest(math.ceil(factor * _PARTS), own, *stats_log.sizes_of(ours))
+        parts, is_own, *sizes = largest_in_job(math.ceil(factor * _PARTS), own, *stats_log.sizes_of(ours))
         routers = [one for one in modules if isinstance(one, Router) or hasattr(one, "expert_bias")]
         scaled = any(map(_is_scaled_with_delay, modules))
         known = capacity.job.models[models[0]] = Models(
@@ -189,29 +187,17 @@ def _agree(own: Overflow | None) -> tuple[Overflow | None, bool, bool]:
     Also return whether the last step was skipped, and whether there is an optimizer of Megatron, on any rank.
     """
     needed = 0 if own is None else math.ceil(own.factor * _PARTS)
-    (most_needed,) = _largest(needed)
+    (most_needed,) = largest_in_job(needed)
     if most_needed == 0:
         return None, False, False
     details = [0, 0, 0]
     if own is not None and needed == most_needed:
         details = [own.rows, own.layer, own.most]
     job = capacity.job
-    rows, layer, most, was_skipped, has_optimizer = _largest(*details, job.last_was_skipped, len(job.optimizers) > 0)
+    rows, layer, most, was_skipped, has_optimizer = largest_in_job(
+        *details, job.last_was_skipped, len(job.optimizers) > 0
+    )
     return Overflow(most_needed / _PARTS, rows, layer, most), bool(was_skipped), bool(has_optimizer)
-
-
-def _largest(*values: int) -> list[int]:
-    """Return the largest of each value over all ranks of the job.
-
-    On GPUs the step's work is complete by now. So the job's own group costs no further wait, and a group of the hosts,
-    with a connection between every two ranks, would be slow in large jobs.
-    """
-    if not dist.is_initialized():
-        return [*values]
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    largest = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.tolist()
 
 
 # ---- around an optimizer --------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from ep_dispatcher.integrations.job_stats import JobStats, JobSums
 from ep_dispatcher.integrations.megatron import arguments, buffers
@@ -50,16 +50,21 @@ def forget() -> None:
     buffers.sums, _steps, _newest = JobSums(), 0, None
 
 
-def counted(trains: bool) -> AbstractContextManager[None]:
-    """Return a scope for a schedule. One that does not train is left out of the figures."""
-    return nullcontext() if trains else buffers.sums.paused()
-
-
-def note_step(sizes: Sizes | Literal[False]) -> None:
-    """Log, after a schedule that trains; False: this one does not. Collective every ``interval`` steps."""
-    global _steps, _newest
-    if not sizes or not sizes.interval:
+@contextmanager
+def schedule(trains: bool, sizes: Sizes) -> Iterator[None]:
+    """Count a schedule that trains as a step, and leave out the rows of others. Collective every ``interval`` steps."""
+    if not trains:
+        with buffers.sums.paused():
+            yield
         return
+    yield
+    if sizes.interval:
+        _end_step(sizes)
+
+
+def _end_step(sizes: Sizes) -> None:
+    """Log what has arrived, and after ``interval`` steps begin the next sum."""
+    global _steps, _newest
     _steps += 1
     found = buffers.sums.newest()
     if found is not None:
