@@ -1,6 +1,6 @@
 """``deep_ep.ElasticBuffer`` of DeepEP 2: both layouts against the reference, handles, callers, and what is refused."""
 
-import contextlib
+from functools import partial
 from itertools import product
 
 import conftest
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.deep_ep_case import EXPERTS, HIDDEN, LOCAL, RANKS, TOPK, Case, environment, install, make_data, on_ranks
-from lib.deep_ep_elastic import ALIGNMENT, MOST, assert_rows, expected, expected_layer, scaled
+from lib.deep_ep_elastic import ALIGNMENT, MOST, assert_rows, expected, expected_layer, opened_as, scaled
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
@@ -17,17 +17,7 @@ from ep_dispatcher.integrations.deep_ep import ElasticBuffer, config
 LARGEST = torch.iinfo(torch.int32).max
 
 
-@contextlib.contextmanager
-def opened(case: Case, rank: int, **options):
-    """An ElasticBuffer as the programs make it, in the case's environment."""
-    with environment(case):
-        install(rank)
-        from deep_ep import ElasticBuffer
-
-        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, explicitly_destroy=True)
-        buffer = ElasticBuffer(dist.group.WORLD, **sizes | options)
-        yield buffer
-        buffer.destroy()
+opened = partial(opened_as, "deep_ep", "ElasticBuffer")
 
 
 def most_rows(expand: bool) -> int:

@@ -1,31 +1,21 @@
 """``deep_ep.EPBuffer`` of DeepEP 2.5: what it does otherwise than ElasticBuffer, whose operations it has."""
 
-import contextlib
+from functools import partial
 from itertools import product
 
 import conftest
 import pytest
 import torch
 import torch.distributed as dist
-from lib.deep_ep_case import EXPERTS, HIDDEN, RANKS, TOPK, Case, environment, install, make_data, on_ranks
-from lib.deep_ep_elastic import MOST, assert_rows, expected, expected_layer, scaled
+from lib.deep_ep_case import EXPERTS, HIDDEN, RANKS, TOPK, Case, make_data, on_ranks
+from lib.deep_ep_elastic import assert_rows, expected, expected_layer, opened_as, scaled
 
 from ep_dispatcher.integrations.deep_ep import config
 
 MISSING = "EngramBuffer PPBuffer BucketBuffer BucketSession BufferAllocator"
 
 
-@contextlib.contextmanager
-def opened(case: Case, rank: int, **options):
-    """An EPBuffer as programs make it, in the case's environment."""
-    with environment(case):
-        install(rank)
-        from deep_ep_v25 import EPBuffer
-
-        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, explicitly_destroy=True)
-        buffer = EPBuffer(dist.group.WORLD, **sizes | options)
-        yield buffer
-        buffer.destroy()
+opened = partial(opened_as, "deep_ep_v25", "EPBuffer")
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 2])

@@ -1,14 +1,28 @@
-"""What a layer of DeepEP's ElasticBuffer has to give."""
+"""DeepEP's ElasticBuffer and EPBuffer as programs make them, and what a layer of them has to give."""
 
+import contextlib
 from dataclasses import replace
+from importlib import import_module
 
 import torch
+import torch.distributed as dist
 
 from ep_dispatcher import reference
 from lib import deep_ep_case
-from lib.deep_ep_case import LOCAL
+from lib.deep_ep_case import HIDDEN, LOCAL, TOPK, Case, environment, install
 
 MOST, ALIGNMENT = 24, 16
+
+
+@contextlib.contextmanager
+def opened_as(module: str, name: str, case: Case, rank: int, **options):
+    """A buffer of that class, in the case's environment."""
+    with environment(case):
+        install(rank)
+        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, explicitly_destroy=True)
+        buffer = getattr(import_module(module), name)(dist.group.WORLD, **sizes | options)
+        yield buffer
+        buffer.destroy()
 
 
 def expected(data, rank: int, expand: bool, alignment: int = 1, x=None) -> reference.Dispatched:
