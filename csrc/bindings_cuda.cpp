@@ -11,6 +11,7 @@
 #include "cuda/engine.h"
 #include "cuda/moe/routing.h"
 #include "cuda/nccl.h"
+#include "cuda/requests.h"
 #ifdef EP_WIRE_NVSHMEM
 #include "nvshmem/world.h"
 #define EP_MODULE _C_nvshmem
@@ -24,14 +25,6 @@ namespace {
 
 using ep::Address;
 using ep::pointer;
-
-// Bind a pointer field as an integer address.
-template <class Struct, class T>
-void address(py::class_<Struct>& bound, const char* name, T* Struct::* field) {
-  bound.def_property(
-      name, [field](const Struct& s) { return reinterpret_cast<Address>(s.*field); },
-      [field](Struct& s, Address value) { s.*field = pointer<T>(value); });
-}
 
 std::vector<char*> pointers(const std::vector<Address>& addresses) {
   std::vector<char*> result;
@@ -47,16 +40,23 @@ struct OthersRun {
   }
 };
 
+// Launch a dispatch, or one of its two launches, with the tensors of a request and of its result.
 template <bool kStages, bool kPulls>
-void launch_dispatch(const ep::cuda::Engine& engine, const ep::cuda::DispatchArgs& args, Address plan, Address stream) {
+void launch_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle received, int device, Address stream) {
+  ep::cuda::DispatchArgs args = ep::cuda::read_dispatch(engine, request, received, device);
+  if (ep::cuda::waits_for_counts(request)) args.ticket = kStages ? engine.next_ticket() : engine.ticket();
+  int32_t* const plan = ep::cuda::plan_of(request, received);
   const OthersRun others_run(engine);
-  engine.dispatch(args, pointer<int32_t>(plan), kStages, kPulls, pointer<CUstream_st>(stream));
+  engine.dispatch(args, plan, kStages, kPulls, pointer<CUstream_st>(stream));
 }
 
 template <bool kPushes, bool kReduces>
-void launch_combine(const ep::cuda::Engine& engine, const ep::cuda::CombineArgs& args, Address plan, Address stream) {
+void launch_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, int device,
+                    Address stream) {
+  const ep::cuda::CombineArgs args = ep::cuda::read_combine(engine, request, combined, device);
+  int32_t* const plan = ep::cuda::plan_of(request, combined);
   const OthersRun others_run(engine);
-  engine.combine(args, pointer<int32_t>(plan), kPushes, kReduces, pointer<CUstream_st>(stream));
+  engine.combine(args, plan, kPushes, kReduces, pointer<CUstream_st>(stream));
 }
 
 }  // namespace
@@ -68,57 +68,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
 
   ep::bind_cuda_config(m, "Config");
 
-  py::class_<DispatchArgs> dispatch(m, "DispatchArgs", py::module_local());
-  dispatch.def(py::init<>())
-      .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
-      .def_readwrite("scale_bytes", &DispatchArgs::scale_bytes)
-      .def_readwrite("scale_size", &DispatchArgs::scale_size)
-      .def_readwrite("quantizes", &DispatchArgs::quantizes)
-      .def_readwrite("powers_of_two", &DispatchArgs::powers_of_two)
-      .def_readwrite("num_tokens", &DispatchArgs::num_tokens)
-      .def_readwrite("layout", &DispatchArgs::layout)
-      .def_readwrite("expert_alignment", &DispatchArgs::expert_alignment)
-      .def_readwrite("num_rows", &DispatchArgs::num_rows)
-      .def_readwrite("ticket", &DispatchArgs::ticket)
-      .def_readwrite("packs_scales", &DispatchArgs::packs_scales)
-      .def_readwrite("num_blocks", &DispatchArgs::num_blocks)
-      .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks)
-      .def_readwrite("label", &DispatchArgs::label);
-  address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
-  address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
-  address(dispatch, "rows", &DispatchArgs::rows);
-  address(dispatch, "scales", &DispatchArgs::scales);
-  address(dispatch, "out_rows", &DispatchArgs::out_rows);
-  address(dispatch, "out_scales", &DispatchArgs::out_scales);
-  address(dispatch, "out_weights", &DispatchArgs::out_weights);
-  address(dispatch, "out_topk_idx", &DispatchArgs::out_topk_idx);
-  address(dispatch, "out_tokens_per_expert", &DispatchArgs::out_tokens_per_expert);
-  address(dispatch, "out_rows_per_expert", &DispatchArgs::out_rows_per_expert);
-  address(dispatch, "out_counts", &DispatchArgs::out_counts);
-  address(dispatch, "wait_ns", &DispatchArgs::wait_ns);
-  address(dispatch, "message_rows", &DispatchArgs::message_rows);
-
-  py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
-  combine.def(py::init<>())
-      .def_readwrite("num_tokens", &CombineArgs::num_tokens)
-      .def_readwrite("num_blocks", &CombineArgs::num_blocks)
-      .def_readwrite("rail_blocks", &CombineArgs::rail_blocks);
-  address(combine, "y", &CombineArgs::y);
-  address(combine, "topk_weights", &CombineArgs::topk_weights);
-  address(combine, "combine_weights", &CombineArgs::combine_weights);
-  address(combine, "out", &CombineArgs::out);
-  address(combine, "out_weights", &CombineArgs::out_weights);
-  address(combine, "wait_ns", &CombineArgs::wait_ns);
-  address(combine, "message_rows", &CombineArgs::message_rows);
-
   m.attr("COMPARED") = std::vector<std::string>(std::begin(kComparedNames), std::end(kComparedNames));
   // Phases that are no waits: a rank has sent numbers that are out of range.
   constexpr int kFirstWrong = static_cast<int>(Phase::kWrongCall);
   m.attr("WRONG_NUMBERS") = std::vector<std::string>(std::begin(kPhaseNames) + kFirstWrong, std::end(kPhaseNames));
-  const PlanHead head{};  // MessageRows in a plan: int32
   m.attr("message_rows_bytes") = sizeof(MessageRows);
-  m.attr("planned_message_rows_offset") =
-      reinterpret_cast<const char*>(&head.message_rows) - reinterpret_cast<const char*>(&head);
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);            // at the start of a region; to be zeroed before the first kernel
   m.def("excluded_offset", &excluded_offset);  // in a region: uint64 [num_ranks], 1: the rank has masked this one
@@ -228,11 +182,12 @@ PYBIND11_MODULE(EP_MODULE, m) {
            }),
            py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"), py::arg("state"),
            py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"))
-      // `prepare` plans (unless a plan is given) and stages, `pull` brings the rows; `dispatch` is both in one launch.
-      .def("prepare", launch_dispatch<true, false>)
-      .def("pull", launch_dispatch<false, true>)
+      // All of these take a request, its result, the index of the engine's device, and a stream. A dispatch is one
+      // launch, or two: `plan_and_stage`, and `pull` once the host knows the counts, or the hook is called.
       .def("dispatch", launch_dispatch<true, true>)
-      // `push` sends the partial sums, `reduce` sums them; `combine` is both in one launch.
+      .def("plan_and_stage", launch_dispatch<true, false>)
+      .def("pull", launch_dispatch<false, true>)
+      // A combine is one launch; with a hook it is two: `push` sends the partial sums, `reduce` sums them.
       .def("push", launch_combine<true, false>)
       .def("reduce", launch_combine<false, true>)
       .def("combine", launch_combine<true, true>)
@@ -250,8 +205,16 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("message_bytes", &Engine::message_bytes)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
-      // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
+      // Return the rows of the last `plan_and_stage`, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
+      // Choose the blocks of operations in one layout: all of them, and those that serve the wire between nodes.
+      .def("share_blocks", [](Engine& e, ep::Layout layout, int num_blocks,
+                              int rail_blocks) { e.share_blocks(layout, {num_blocks, rail_blocks}); })
+      // Let later dispatches, or combines, add their waits to int64 [num_ranks]; 0: to nothing.
+      .def("measure_waits",
+           [](Engine& e, bool of_dispatches, Address wait_ns) {
+             e.measure_waits(of_dispatches ? Operation::kDispatch : Operation::kCombine, pointer<int64_t>(wait_ns));
+           })
       // Return whether ranks that differ may have different messages under way. Then no later operation runs.
       .def("out_of_step",
            [](const Engine& e) { return *static_cast<const volatile uint32_t*>(&e.report().out_of_step) != 0; })

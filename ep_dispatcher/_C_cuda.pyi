@@ -6,12 +6,13 @@ Addresses and streams are ``int``; an address of 0 stands for None.
 from collections.abc import Sequence
 from typing import ClassVar
 
+from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, PlannedOrReceived
+
 COMPARED: list[str]
 WRONG_NUMBERS: list[str]
 epoch_offset: int
 has_stamps: bool
 message_rows_bytes: int
-planned_message_rows_offset: int
 stamped_launches: int
 stamped_operations: int
 stamped_warps: int
@@ -53,49 +54,6 @@ class Config:
     window_chunks: int
     def __init__(self) -> None: ...
 
-class DispatchArgs:
-    row_bytes: int
-    scale_bytes: int
-    scale_size: int
-    quantizes: bool
-    powers_of_two: bool
-    num_tokens: int
-    layout: Layout
-    expert_alignment: int
-    num_rows: int
-    ticket: int
-    topk_idx: int
-    topk_weights: int
-    rows: int
-    scales: int
-    out_rows: int
-    out_scales: int
-    out_weights: int
-    out_topk_idx: int
-    out_tokens_per_expert: int
-    out_rows_per_expert: int
-    out_counts: int
-    wait_ns: int
-    message_rows: int
-    packs_scales: bool
-    num_blocks: int
-    rail_blocks: int
-    label: int
-    def __init__(self) -> None: ...
-
-class CombineArgs:
-    num_tokens: int
-    num_blocks: int
-    rail_blocks: int
-    y: int
-    topk_weights: int
-    combine_weights: int
-    out: int
-    out_weights: int
-    wait_ns: int
-    message_rows: int
-    def __init__(self) -> None: ...
-
 class NcclComm:
     def __init__(self) -> None: ...
     @staticmethod
@@ -119,12 +77,16 @@ class Engine:
         timeout_s: float,
         num_sms: int,
     ) -> None: ...
-    def prepare(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
-    def pull(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
-    def dispatch(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
-    def push(self, args: CombineArgs, plan: int, stream: int) -> None: ...
-    def reduce(self, args: CombineArgs, plan: int, stream: int) -> None: ...
-    def combine(self, args: CombineArgs, plan: int, stream: int) -> None: ...
+    def dispatch(self, request: DispatchRequest, received: PlannedOrReceived, device: int, stream: int) -> None: ...
+    def plan_and_stage(
+        self, request: DispatchRequest, received: PlannedOrReceived, device: int, stream: int
+    ) -> None: ...
+    def pull(self, request: DispatchRequest, received: PlannedOrReceived, device: int, stream: int) -> None: ...
+    def combine(self, request: CombineRequest, combined: Combined, device: int, stream: int) -> None: ...
+    def push(self, request: CombineRequest, combined: Combined, device: int, stream: int) -> None: ...
+    def reduce(self, request: CombineRequest, combined: Combined, device: int, stream: int) -> None: ...
+    def share_blocks(self, layout: Layout, num_blocks: int, rail_blocks: int) -> None: ...
+    def measure_waits(self, of_dispatches: bool, wait_ns: int) -> None: ...
     def compare_routing(
         self, planned: int, given: int, num_tokens: int, where: tuple[int, int], stream: int
     ) -> None: ...
@@ -132,7 +94,7 @@ class Engine:
     def has_captured_messages(self) -> bool: ...
     def message_bytes(self) -> int: ...
     def stamp_into(self, stamps: int, num_blocks: int) -> None: ...
-    def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...
+    def wait_for_counts(self, slice_s: float) -> int: ...
     def out_of_step(self) -> bool: ...
     def has_report(self) -> bool: ...
     def late(self) -> tuple[str, str, int, list[int], float] | None: ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -16,26 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
-from ep_dispatcher import checks, decode, engines, envs, operation, recompute
+from ep_dispatcher import checks, engines, envs, recompute
 from ep_dispatcher._version import __version__
-from ep_dispatcher.argument_types import (
-    BufferDispatchOptions,
-    EngineName,
-    Layout,
-    Quantize,
-    ScaleFormat,
-    TrainingLayout,
-)
+from ep_dispatcher.argument_types import EngineName, Layout, Quantize, ScaleFormat, TrainingLayout
+from ep_dispatcher.arguments import BufferDispatchOptions, combine_request, dispatch_request, plan_request
 from ep_dispatcher.engines.base import Engine, EngineConfig
-from ep_dispatcher.errors import DisagreementError, OtherRoutingError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
-from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS
+from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS, check_masks, check_size
 from ep_dispatcher.nvlink import find_nodes
+from ep_dispatcher.outputs import combine_output, dispatch_output, new_handle
 from ep_dispatcher.plain import writable
 from ep_dispatcher.sizes import BufferSizes
 from ep_dispatcher.statistics import Stats, Totals
 from ep_dispatcher.topology import host_id, registered_group
+from ep_dispatcher.wording import Wording
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,6 +55,12 @@ def find_buffer(buffer_id: str) -> Buffer:
             "buffer alive, so keep a reference to it, and destroy() it after the last backward"
         )
     return buffer
+
+
+def planned_buffer() -> Buffer | None:
+    """Return the buffer that the next dispatch, if it is that of a recompute, has to use."""
+    buffer_id = recompute.planned_buffer_id()
+    return None if buffer_id is None else find_buffer(buffer_id)
 
 
 @atexit.register
@@ -122,11 +123,9 @@ class Buffer(BufferSizes):
     does not arrive, and RuntimeError on every rank if one rank fails.
     """
 
-    note: str = ""
     backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
     label: int = 0  # the caller's number, such as that of a layer: a dispatch with too few rows has it in its error
     caller_keeps_plans = False  # for recomputes, as Megatron's dispatcher does
-    plan_text = "checkpointed forward pass {}, dispatch {}"  # the words for OtherRoutingError.where
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class Buffer(BufferSizes):
         self._engine: Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
         self.totals: Totals | None = None  # since the first stats()
-        self.last_sent: object = None  # stands for the last operation with a hook
+        self.wording = self.make_wording()  # of errors
         self._mesh = group if isinstance(group, DeviceMesh) else None
         group = _checked_group(group)
 
@@ -176,7 +175,8 @@ class Buffer(BufferSizes):
                         topology=topology,
                         hosts=tuple(hosts),
                         why_hosts=why_hosts,
-                        buffer_id=int(self.id),
+                        buffer_id=self.id,
+                        wording=self.wording,
                         timeout_s=mine["timeout_s"],
                         num_sms=mine["num_sms"],
                         nccl_sms=same["nccl_sms"],
@@ -184,8 +184,8 @@ class Buffer(BufferSizes):
                         store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
                         gather=gather,
                     )
-                    checks.buffer_size(self.config)
-                    checks.masks(self.config, self.config.suspendable)
+                    check_size(self.config)
+                    check_masks(self.config, self.config.suspendable)
                 self._engine_name = same["engine"]
                 self._history = History(f"ep_dispatcher/change/{self.id}")
                 self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
@@ -198,6 +198,15 @@ class Buffer(BufferSizes):
             if made is not None:  # after the last step: the other ranks have the buffer, and learn that this one left
                 made.destroy()
             raise
+
+    @property
+    def note(self) -> str:
+        """What the caller is doing, in its own words."""
+        return self.wording.note
+
+    @note.setter
+    def note(self, note: str) -> None:
+        self.wording.note = note
 
     @property
     def is_destroyed(self) -> bool:
@@ -314,9 +323,10 @@ class Buffer(BufferSizes):
         Raises ValueError before anything is sent if an argument is not allowed, and PeerTimeoutError if a peer does
         not arrive in time.
         """
+        engine = self.live_engine()
         with self._async_scope(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
-            request = operation.dispatch_request(
-                self,
+            request = dispatch_request(
+                engine,
                 x,
                 topk_idx,
                 topk_weights,
@@ -327,9 +337,10 @@ class Buffer(BufferSizes):
                 max_recv_rows=max_recv_rows,
                 scale_format=scale_format,
                 return_hook=return_hook,
+                async_finish=async_finish,
+                label=self.label,
             )
-            decode.refuse_asynchronous(request.sends_only, async_finish)
-            return operation.dispatch_output(self, request, operation.run_dispatch(self, request), handle)
+            return dispatch_output(engine, request, engine.dispatch(request), handle)
 
     def plan(
         self,
@@ -353,13 +364,19 @@ class Buffer(BufferSizes):
         allowed. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each row, and
         ``counters()`` counts them.
         """
+        engine = self.live_engine()
         with self._async_scope(async_finish, topk_idx):
-            request = operation.plan_request(
-                self, topk_idx, layout=layout, expert_alignment=expert_alignment, max_recv_rows=max_recv_rows
+            request = plan_request(
+                engine,
+                topk_idx,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                max_recv_rows=max_recv_rows,
+                label=self.label,
             )
-            handles = recompute.handles_of(self, request)
+            handles = [] if self.caller_keeps_plans else recompute.handles_of(engine, request)
             if not handles:
-                handles.append(operation.new_handle(self, request, operation.run_dispatch(self, request)))
+                handles.append(new_handle(engine, request, engine.dispatch(request)))
             return handles[0]
 
     @overload
@@ -423,10 +440,19 @@ class Buffer(BufferSizes):
         Only decode layout multiplies by weights. Sums are in float32, in the order of ``ep_dispatcher.reference``.
         Raises ValueError and PeerTimeoutError as dispatch does.
         """
+        engine = self.live_engine()
         with self._async_scope(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
-            request = operation.combine_request(self, y, handle, topk_weights, weights, out, return_hook)
-            decode.refuse_asynchronous(request.sends_only, async_finish)
-            return operation.combine_output(self, request, operation.run_combine(self, request), out)
+            request = combine_request(
+                engine,
+                y,
+                handle,
+                topk_weights,
+                weights=weights,
+                out=out,
+                return_hook=return_hook,
+                async_finish=async_finish,
+            )
+            return combine_output(engine, request, engine.combine(request), out)
 
     @property
     def dispatch_wait_ns(self) -> Tensor | None:
@@ -518,7 +544,7 @@ class Buffer(BufferSizes):
         Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
         called check() at the same place.
         """
-        with self.errors_explained():
+        with self.wording:
             self.live_engine().check()
 
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
@@ -610,11 +636,10 @@ class Buffer(BufferSizes):
         """
         engine, config = self._masking_engine(), self.config
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
-        with self.errors_explained():
+        with self.wording:
             engine.unmask(
                 partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history)
             )
-        self.last_sent = None  # it was dropped
 
     def _masking_engine(self) -> Engine:
         engine = self.live_engine()
@@ -626,11 +651,11 @@ class Buffer(BufferSizes):
         engine, config = self.live_engine(), self.config
         if not config.suspendable:
             checks.fail("buffer", "one that cannot be suspended", "one made by ep.Buffer(..., suspendable=True)")
-        operation.check_received(engine, change)
+        engine.refuse_unreceived(change)
         if not dist.is_initialized():
             checks.fail("buffer", "one whose process group is gone", f"{change}() before destroy_process_group()")
         meet = partial(Gather, config.group, config.timeout_s, operation=change, history=self._history)
-        with self.errors_explained():
+        with self.wording:
             engine.suspend(meet) if change == "suspend" else engine.resume(meet)
 
     def destroy(self) -> None:
@@ -647,7 +672,7 @@ class Buffer(BufferSizes):
             engine, self._engine = self._engine, None
             try:
                 _buffers.pop(self.id, None)
-                with self.errors_explained():
+                with self.wording:
                     engine.destroy()
             except BaseException as error:
                 # The other ranks must learn at once that this one left, wherever an interrupt came.
@@ -657,13 +682,10 @@ class Buffer(BufferSizes):
                 raise
 
     def __repr__(self) -> str:
-        config, topology = self.config, self.config.topology
-        nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)} x {topology.ranks_per_node}"
-        sizes = ", ".join(
-            f"{name}={getattr(config, name)}" for name in ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
+        engine = self._engine
+        return self.config.described(
+            "destroyed" if engine is None else engine.summary + ", suspended" * self.is_suspended
         )
-        state = "destroyed" if self._engine is None else self._engine.summary + ", suspended" * self.is_suspended
-        return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={config.dtype}, {state})"
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Buffer:
         """Return this buffer itself: a deep copy of a module gets its own weights and shares the buffer."""
@@ -696,22 +718,9 @@ class Buffer(BufferSizes):
             checks.fail("buffer", "one that was destroyed", "a living buffer")
         return self._engine
 
-    def explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
-        """Return an engine's error in the caller's terms."""
-        if isinstance(error, (PeerTimeoutError, DisagreementError)):
-            in_backward = torch._C._current_graph_task_id() != -1
-            error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
-        if isinstance(error, OtherRoutingError):
-            return OtherRoutingError(f"{self.plan_text.format(*error.where)}, recompute: {error}", error.where)
-        return error
-
-    @contextmanager
-    def errors_explained(self) -> Iterator[None]:
-        """Raise an engine's errors in the caller's terms."""
-        try:
-            yield
-        except (PeerTimeoutError, ValueError) as error:
-            raise self.explained(error)  # noqa: B904  # it has its cause
+    def make_wording(self) -> Wording:
+        """Return the words for this buffer's errors."""
+        return Wording()
 
 
 def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

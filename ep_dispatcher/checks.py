@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args
+from typing import Any, Final, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ep_dispatcher.argument_types import Quantize, QuantizeBlocks
 from ep_dispatcher.envs import MAX_TIMEOUT_S
 from ep_dispatcher.errors import DisagreementError, OtherRoutingError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
-
-if TYPE_CHECKING:
-    from ep_dispatcher.memory import Shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
@@ -33,7 +30,6 @@ E8M0 = torch.float8_e8m0fnu  # of the scales of MXFP8
 SCALES = (torch.float32, E8M0, torch.uint8)
 BLOCK = 128  # elements of a row whose scales take 4 bytes: a float32, or four e8m0. The last block has what is left
 MAX_INT = 2**31 - 1  # the engines count in int32
-MAX_NODE_BYTES = 2**46  # memory of a node's ranks together, which each rank maps: half of a process's addresses
 
 
 def num_scales(hidden: int, dtype: torch.dtype = torch.float32) -> int:
@@ -108,42 +104,6 @@ def buffer_sizes(
     return dict(
         hidden=hidden, num_experts=num_experts, num_topk=num_topk, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype
     )
-
-
-def buffer_size(shape: Shape) -> None:
-    """Refuse a buffer that no machine can address, or whose slots int32 cannot count.
-
-    Counts rows and weights of all ranks of a node: for each node in the group a staged row of every token, and a slot
-    for each of its partial sums. Leaves out lists and flags.
-    """
-    tokens, num_nodes = shape.max_tokens_per_rank, shape.num_nodes
-    slots = tokens * min(shape.ranks_per_node, shape.num_topk)
-    row = shape.hidden * shape.dtype.itemsize + 4 * shape.num_topk
-    needed = shape.num_ranks * (tokens + slots) * row
-    given = f"{tokens} with hidden={shape.hidden}"
-    if needed > MAX_NODE_BYTES:
-        fail(
-            "max_tokens_per_rank",
-            f"{given}, for which the ranks of a node need more than {needed} bytes",
-            f"at most {tokens * MAX_NODE_BYTES // needed} with this hidden; the ranks of a node may need "
-            f"at most {MAX_NODE_BYTES} bytes",
-        )
-    if slots > MAX_INT:
-        fail("max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {MAX_INT} of them")
-    if num_nodes * tokens > MAX_INT:  # of a rank and its rail peers
-        fail("max_tokens_per_rank", f"{given} on {num_nodes} nodes", f"at most {MAX_INT // num_nodes} on so many")
-
-
-def masks(shape: Shape, suspendable: bool) -> None:
-    """Refuse ``mask_late_ranks`` where no engine has it."""
-    if not shape.mask_late_ranks:
-        return
-    if shape.num_nodes > 1:
-        fail("mask_late_ranks", f"True with {shape.num_nodes} nodes", "True on one node")
-    if shape.ranks_per_node > 32:
-        fail("mask_late_ranks", f"True with {shape.ranks_per_node} ranks", "True with at most 32")
-    if suspendable:
-        fail("mask_late_ranks", "True with suspendable=True", "one of both")
 
 
 def is_a(value: object, module: str, name: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,6 +43,28 @@ class QuantizedRows(tuple[Tensor, Tensor]):
     @property
     def scales(self) -> Tensor:
         return self[1]
+
+
+class Float8Rows(torch.autograd.Function):
+    """Links float8 rows to their anchor: a gradient of the rows becomes one of the exact rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scales: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(scales)
+        return rows.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        if not torch.compiler.is_compiling():  # it traces this line even if it never runs
+            warnings.warn(
+                "a gradient went through float8 rows, and PyTorch rounded it to float8; use ep.dequantize(out.x), or "
+                "out.x.anchor as an input of your own operator, to keep it exact",
+                stacklevel=2,
+            )
+        (scales,) = ctx.saved_tensors
+        factors = float32_of(scales).unsqueeze(-1)
+        exact = torch.where(factors > 0, blocks_of(grad, scales.dtype) / factors, 0)
+        return None, None, rows_of(exact, grad.shape[-1]).to(torch.bfloat16)
 
 
 def quantize(x: Tensor, kind: Quantize = "e4m3_1x128") -> QuantizedRows:

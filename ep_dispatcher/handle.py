@@ -58,15 +58,19 @@ class Handle(_Result):
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
     plan: Tensor  # int32 [plan size] on the engine's device; only the engine reads it
+    # int32 on the CPU, for an engine whose host posts messages between nodes; None for all others, and where the host
+    # does not know the counts. Only the engine reads it.
+    message_rows: Tensor | None = None
     # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
     # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
     rows_on_host: Tensor | None = None
-    made_with: tuple[Any, ...] = field(default=(), repr=False)  # layout to plan, when it was made
+    made_with: tuple[Any, ...] = field(default=(), repr=False)  # layout to message_rows, when it was made
 
     def is_as_made(self) -> bool:
         """Return whether nothing was changed that decides how much memory an operation reads and writes."""
-        *sizes, plan = self.made_with or (None,)
-        return self.plan is plan and sizes == [self.layout, self.expert_alignment, self.num_tokens, self.num_rows]
+        *sizes, plan, message_rows = self.made_with or (None, None)
+        are_kept = self.plan is plan and self.message_rows is message_rows
+        return are_kept and sizes == [self.layout, self.expert_alignment, self.num_tokens, self.num_rows]
 
 
 class Event:

@@ -17,6 +17,7 @@ from ep_dispatcher.topology import Topology
 
 # Limits of the CUDA engine, and its default number of multiprocessors.
 MAX_NODES, MAX_LOCAL, MAX_RANKS = _C_cpu.MAX_NODES, _C_cpu.MAX_LOCAL, _C_cpu.MAX_RANKS  # csrc/cuda/config.h
+MAX_NODE_BYTES = 2**46  # memory of a node's ranks together, which each rank maps: half of a process's addresses
 MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
 MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to fit too
 # Enough for NVLink on 4 H200. More make a combine faster, but take as many from the kernels beside it.
@@ -181,12 +182,52 @@ def buffer_bytes(
     topology = Topology.make(0, ["one host"] * num_ranks, per_node)
     masks = checks.boolean("mask_late_ranks", mask_late_ranks)
     shape = Shape(topology.num_nodes, topology.ranks_per_node, **sizes, mask_late_ranks=masks)
-    checks.buffer_size(shape)
-    checks.masks(shape, suspendable=False)
+    check_size(shape)
+    check_masks(shape, suspendable=False)
     if engine == "cuda":
         check_cuda_sizes(topology, shape)
         check_cuda_sms(topology.num_nodes, min(sms))
     return bytes_of(shape, engine, max(sms))
+
+
+def check_size(shape: Shape) -> None:
+    """Refuse a buffer that no machine can address, or whose slots int32 cannot count.
+
+    Counts rows and weights of all ranks of a node: for each node in the group a staged row of every token, and a slot
+    for each of its partial sums. Leaves out lists and flags.
+    """
+    tokens, num_nodes = shape.max_tokens_per_rank, shape.num_nodes
+    slots = tokens * min(shape.ranks_per_node, shape.num_topk)
+    row = shape.hidden * shape.dtype.itemsize + 4 * shape.num_topk
+    needed = shape.num_ranks * (tokens + slots) * row
+    given = f"{tokens} with hidden={shape.hidden}"
+    if needed > MAX_NODE_BYTES:
+        checks.fail(
+            "max_tokens_per_rank",
+            f"{given}, for which the ranks of a node need more than {needed} bytes",
+            f"at most {tokens * MAX_NODE_BYTES // needed} with this hidden; the ranks of a node may need "
+            f"at most {MAX_NODE_BYTES} bytes",
+        )
+    if slots > checks.MAX_INT:
+        checks.fail(
+            "max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {checks.MAX_INT} of them"
+        )
+    if num_nodes * tokens > checks.MAX_INT:  # of a rank and its rail peers
+        checks.fail(
+            "max_tokens_per_rank", f"{given} on {num_nodes} nodes", f"at most {checks.MAX_INT // num_nodes} on so many"
+        )
+
+
+def check_masks(shape: Shape, suspendable: bool) -> None:
+    """Refuse ``mask_late_ranks`` where no engine has it."""
+    if not shape.mask_late_ranks:
+        return
+    if shape.num_nodes > 1:
+        checks.fail("mask_late_ranks", f"True with {shape.num_nodes} nodes", "True on one node")
+    if shape.ranks_per_node > 32:
+        checks.fail("mask_late_ranks", f"True with {shape.ranks_per_node} ranks", "True with at most 32")
+    if suspendable:
+        checks.fail("mask_late_ranks", "True with suspendable=True", "one of both")
 
 
 def check_cuda_sizes(topology: Topology, shape: Shape) -> None:

@@ -1,4 +1,4 @@
-"""Tensors whose elements compiled code can read by address: contiguous, and all of them in memory.
+"""Tensors whose elements compiled code can read by address: contiguous, aligned, and all of them in memory.
 
 Many a tensor is not: PyTorch has tensors that stand for others, on other ranks or still to come (DTensor,
 AsyncCollectiveTensor), for none (FakeTensor, ZeroTensor), and tensors whose memory somebody has freed (FSDP does).
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from ep_dispatcher import _C_cpu, checks
 
 PLAIN_TYPES = frozenset((Tensor, Parameter))
+ALIGNMENT = 16  # bytes: kernels copy so many at a time
 
 
 def is_plain(t: Tensor) -> bool:
@@ -21,11 +22,14 @@ def is_plain(t: Tensor) -> bool:
     This runs for each tensor of every operation, so every call into PyTorch counts. It does not ask how large the
     storage is: that makes a Python object, which takes the host 1 us. The CPU engine asks (require_memory).
     """
-    return type(t) in PLAIN_TYPES and t.is_contiguous() and not t.is_neg() and (t.data_ptr() != 0 or t.numel() == 0)
+    if type(t) not in PLAIN_TYPES or not t.is_contiguous() or t.is_neg():
+        return False
+    address = t.data_ptr()
+    return address % ALIGNMENT == 0 and (address != 0 or t.numel() == 0)
 
 
 def plain(argument: str, t: Tensor) -> Tensor:
-    """Return the values in contiguous memory, without a lazy change of sign. Autograd does not record a copy.
+    """Return the values in contiguous, aligned memory, without a lazy change of sign. Autograd records no copy.
 
     Raises ValueError, with the name of the argument, if there are no values to read.
     """
@@ -37,7 +41,8 @@ def plain(argument: str, t: Tensor) -> Tensor:
     if type(t) in PLAIN_TYPES and t._is_zerotensor():
         return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     require_memory(argument, t)
-    return t.detach().contiguous().resolve_neg()
+    t = t.detach().contiguous().resolve_neg()
+    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
 
 
 def writable(argument: str, t: Tensor) -> None:

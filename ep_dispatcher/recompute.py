@@ -15,7 +15,6 @@ import threading
 from collections import Counter, defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,12 +22,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ep_dispatcher import checks, operation
-from ep_dispatcher.engines.base import DispatchRequest
+from ep_dispatcher import checks
+from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.handle import Handle
-
-if TYPE_CHECKING:
-    from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.plain import plain
+from ep_dispatcher.request import DispatchRequest
 
 _IN_ORDER = "in order"  # the key of dispatches that have no other: all of a run, one after the other
 _numbers = itertools.count(1)
@@ -60,9 +58,9 @@ def runs_of_a_checkpoint() -> tuple[Run, Run]:
 class Kept:
     """The plan of a dispatch."""
 
-    buffer: Buffer
+    engine: Engine  # of its buffer
     topk_idx: Tensor  # that it was made from
-    where: tuple[int, int]  # for Buffer.plan_text
+    where: tuple[int, int]  # for Wording.plan_text
     handles: list[Handle]  # one, or one for each part of the tokens (moe/overlap.py); empty until they are made
     options: dict[str, object] | None = None
 
@@ -72,7 +70,23 @@ class Kept:
             # Selective checkpoints refuse operators that the forward pass did not have.
             hidden = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
             with hidden:
-                operation.compare_routing(self.buffer, self.topk_idx.long(), topk_idx.long(), self.where)
+                compare_routing(self.engine, self.topk_idx.long(), topk_idx.long(), self.where)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its buffer was destroyed."""
+        return self.engine.health.is_stopped
+
+
+def compare_routing(engine: Engine, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
+    """Before a dispatch with a handle: find a routing that is not the one of its plan. Engine.compare_routing says how.
+
+    planned, given: int64 [num_tokens, num_topk]. Raises ValueError at once for unequal numbers of tokens.
+    """
+    if given.shape != planned.shape:
+        error = checks.other_routing("topk_idx", f"{len(given)} tokens", f"{len(planned)} tokens", where)
+        raise engine.config.wording.explained(error)
+    engine.compare_routing(plain("topk_idx", planned), plain("topk_idx", given), where)
 
 
 class Run:
@@ -142,7 +156,7 @@ def take(key: object) -> Kept | None:
     for i in reversed(range(len(runs))):
         if runs[i].is_recompute:
             kept = runs[i].take(key)
-            if kept is None or kept.buffer.is_destroyed:
+            if kept is None or kept.is_gone:
                 return None
             for inside in runs[i + 1 :]:
                 inside.kept[key].append(kept)
@@ -150,19 +164,18 @@ def take(key: object) -> Kept | None:
     return None
 
 
-def planned_buffer() -> Buffer | None:
-    """Return the buffer that the next dispatch, if it is that of a recompute, has to use."""
+def planned_buffer_id() -> str | None:
+    """Return the id of the buffer that the next dispatch, if it is that of a recompute, has to use."""
     runs = [run for run in _thread.runs if run.is_recompute] if is_running() else []
     kept = runs[-1].next(_IN_ORDER) if runs else None
-    return None if kept is None or kept.buffer.is_destroyed else kept.buffer
+    return None if kept is None or kept.is_gone else kept.engine.config.buffer_id
 
 
-def handles_of(buffer: Buffer, request: DispatchRequest, num_parts: int = 1) -> list[Handle]:
+def handles_of(engine: Engine, request: DispatchRequest, num_parts: int = 1) -> list[Handle]:
     """Return the handles of a dispatch that makes a plan: those of its forward pass, or a list that gets new ones."""
-    if buffer.caller_keeps_plans or not is_running():
+    if not is_running():
         return []
     options = dict(
-        buffer=buffer,
         layout=request.layout,
         expert_alignment=request.expert_alignment,
         max_recv_rows=None if request.num_rows < 0 else request.num_rows,
@@ -173,12 +186,22 @@ def handles_of(buffer: Buffer, request: DispatchRequest, num_parts: int = 1) -> 
     where = (0, 0) if run is None else (run.number, len(run.kept[_IN_ORDER]) + 1)
     planned = take(_IN_ORDER)
     if planned is None:
-        new = Kept(buffer, request.topk_idx, where, [], options)
+        new = Kept(engine, request.topk_idx, where, [], options)
         keep(_IN_ORDER, new)
         return new.handles
     assert planned.options is not None
+    forward = "as in the forward pass of this recompute"
+    if planned.engine is not engine:
+        mine, its = (one.config.described(one.summary) for one in (engine, planned.engine))
+        checks.fail("buffer", mine, f"{its}, {forward}")
     for name, given in options.items():
         if given != (allowed := planned.options[name]):
-            checks.fail(name, given, f"{allowed}, as in the forward pass of this recompute")
+            checks.fail(name, given, f"{allowed}, {forward}")
     planned.compare(request.topk_idx)
     return planned.handles if len(planned.handles) == num_parts else []  # none if the forward pass has failed here
+
+
+def use_plan(request: DispatchRequest, handle: Handle) -> None:
+    """Let a dispatch use the plan of a handle instead of making one."""
+    request.topk_idx = None
+    request.plan, request.message_rows, request.num_rows = handle.plan, handle.message_rows, handle.num_rows

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import inspect
 import os
 from collections import defaultdict
@@ -9,7 +10,8 @@ from collections import defaultdict
 import pytest
 import torch
 
-from ep_dispatcher import engines, operation
+from ep_dispatcher import engines
+from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.tools.testing import RankPool
 
 pytest.register_assert_rewrite("lib")  # so that an assert there shows its values too
@@ -129,27 +131,36 @@ def launched_operations():
     launched: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("dispatch", "combine"):
-            old = getattr(operation, f"run_{name}")
+            for kind in engine_classes():
+                old = getattr(kind, name)
 
-            def launch(*given, old=old, name=name):
-                launched.append(name)
-                return old(*given)
+                def launch(*given, old=old, name=name):
+                    launched.append(name)
+                    return old(*given)
 
-            patch.setattr(operation, f"run_{name}", launch)
+                patch.setattr(kind, name, launch)
         yield launched
+
+
+def engine_classes() -> list[type]:
+    """Return the classes of engines whose operations a test may watch."""
+    if NO_CUDA:
+        return [CpuEngine]
+    return [CpuEngine, importlib.import_module("ep_dispatcher.engines.cuda.engine").CudaEngine]
 
 
 @contextlib.contextmanager
 def planned_dispatches():
     """Yield a list that gets "plan" for every dispatch of this rank that makes a plan, and "reuse" for the others."""
-    seen, run = [], operation.run_dispatch
-
-    def note(buffer, request):
-        seen.append("plan" if request.plan is None else "reuse")
-        return run(buffer, request)
-
+    seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "run_dispatch", note)
+        for kind in engine_classes():
+
+            def note(engine, request, run=kind.dispatch):
+                seen.append("plan" if request.plan is None else "reuse")
+                return run(engine, request)
+
+            patch.setattr(kind, "dispatch", note)
         yield seen
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, reference
-from ep_dispatcher.engines.cuda.streams import StreamEvent
+from ep_dispatcher.engines.cuda.engine import StreamEvent
 from ep_dispatcher.tools.testing import device_of
 
 SPLITS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 1)]
@@ -296,7 +296,7 @@ def test_an_error_of_a_late_peer_has_the_note_of_the_buffer_or_says_that_it_was_
     inputs = make_inputs(Case(1, 1))
     with make_buffer(Case(1, 1), "cpu", MAX_TOKENS) as buffer:
         out = ep.dispatch(buffer, inputs.x[0].requires_grad_(), inputs.topk_idx[0])
-        buffer._engine.combine = late
+        buffer._engine.check = late  # at the start of each operation
         for buffer.note in ("", "layer 3"):
             assert note_of(lambda: ep.combine(buffer, out.x, out.handle)) == buffer.note
             note = note_of(lambda: out.x.sum().backward(retain_graph=True))
@@ -308,7 +308,7 @@ def test_a_late_report_has_the_note_too(rank):
     inputs, buffer = make_inputs(Case(1, 1)), make_buffer(Case(1, 1), "cpu", MAX_TOKENS)
     engine, buffer.note = buffer._engine, "layer 3"
     destroy = engine.destroy
-    engine.event = lambda owner: StreamEvent(SimpleNamespace(synchronize=late), owner)
+    engine.event = lambda: StreamEvent(SimpleNamespace(synchronize=late, config=buffer.config))
     event = buffer.dispatch(inputs.x[0], inputs.topk_idx[0]).event
     engine.check = engine.destroy = late
     for call in (buffer.check, event.synchronize, buffer.destroy):

@@ -291,19 +291,21 @@ def test_the_operators_are_what_torch_library_wants(rank):
             # test_aot_dispatch_dynamic wants the same twice, and the plan of a routing has the number of its dispatch;
             # test_schema compares the arguments before and after, which PyTorch cannot do with float8.
             same = "test_aot_dispatch_dynamic"
-            check(f"dispatch, {layout}", dispatch, (x, None, idx, weights, None, *tail), same)
-            check(f"dispatch without weights, {layout}", dispatch, (x, None, idx, None, None, *tail), same)
+            check(f"dispatch, {layout}", dispatch, (x, None, idx, weights, None, None, *tail), same)
+            check(f"dispatch without weights, {layout}", dispatch, (x, None, idx, None, None, None, *tail), same)
             counted = (layout, 1, -1, None, buffer.id)
-            check(f"dispatch of any size, {layout}", dispatch, (x, None, idx, weights, None, *counted), same)
-            check(f"dispatch of a pair, {layout}", dispatch, (*pair, idx, weights, None, *tail), same, "test_schema")
+            check(f"dispatch of any size, {layout}", dispatch, (x, None, idx, weights, None, None, *counted), same)
+            check(
+                f"dispatch of a pair, {layout}", dispatch, (*pair, idx, weights, None, None, *tail), same, "test_schema"
+            )
             quantized = (layout, 1, NUM_ROWS, "mxfp8" if layout == "rank" else "e4m3_1x128_pow2", buffer.id)
-            check(f"dispatch, quantized, {layout}", dispatch, (x, None, idx, weights, None, *quantized), same)
-            received = dispatch(x, None, idx, weights, None, *tail)
+            check(f"dispatch, quantized, {layout}", dispatch, (x, None, idx, weights, None, None, *quantized), same)
+            received = dispatch(x, None, idx, weights, None, None, *tail)
             plan, out_weights = received[6], received[2].detach().requires_grad_()
-            check(f"dispatch with a plan, {layout}", dispatch, (x, None, None, weights, plan, *tail))
+            check(f"dispatch with a plan, {layout}", dispatch, (x, None, None, weights, plan, None, *tail))
             y = torch.randn(NUM_ROWS, HIDDEN).bfloat16().requires_grad_()
-            check(f"combine, {layout}", combine, (y, plan, out_weights, NUM_TOKENS, layout, buffer.id))
-            check(f"combine without weights, {layout}", combine, (y, plan, None, NUM_TOKENS, layout, buffer.id))
+            check(f"combine, {layout}", combine, (y, plan, out_weights, None, NUM_TOKENS, layout, buffer.id))
+            check(f"combine without weights, {layout}", combine, (y, plan, None, None, NUM_TOKENS, layout, buffer.id))
     assert len(results) == 16
     failed = {name: tests for name, tests in results.items() if {*map(str, tests.values())} != {"SUCCESS"}}
     assert not failed, failed

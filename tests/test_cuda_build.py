@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from lib.cuda_build import needs_module, needs_nvcc, reports_of
 import ep_dispatcher as ep
 from ep_dispatcher import engines
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.wording import Wording
 
 KERNELS = sorted((ROOT / "csrc/cuda").rglob("*.cu"))
 MAX_REGISTERS = 128
@@ -110,15 +110,16 @@ def test_one_process_can_use_both_engines(modules):
 
 @needs_module
 def test_an_event_raises_errors_as_the_buffer_words_them():
-    from ep_dispatcher.engines.cuda.streams import StreamEvent
+    from ep_dispatcher.engines.cuda.engine import StreamEvent
 
     def synchronize():
-        raise ValueError("the engine's")
+        raise ep.DisagreementError("the engine's")
 
-    owner = SimpleNamespace(explained=lambda error: ValueError(f"explained: {error}"))
-    owner.errors_explained = partial(ep.Buffer.errors_explained, owner)
-    with pytest.raises(ValueError, match="explained: the engine's"):
-        StreamEvent(SimpleNamespace(synchronize=synchronize), owner).synchronize()
+    wording = Wording()
+    wording.note = "layer 3"
+    engine = SimpleNamespace(synchronize=synchronize, config=SimpleNamespace(wording=wording))
+    with pytest.raises(ep.DisagreementError, match="layer 3: the engine's"):
+        StreamEvent(engine).synchronize()
 
 
 @pytest.fixture
@@ -141,17 +142,19 @@ def host_side():
 def test_the_host_reads_what_kernels_report(host_side):
     engine, words, longs, _ = host_side
     assert engine.late() is None and engine.take_error() is None
-    assert engine.wait_for_counts(7, 0.01) == -2  # nothing yet
     longs[0], longs[1] = 7, 123
-    assert engine.wait_for_counts(7, 0.01) == 123
+    assert engine.wait_for_counts(0.01) == -2  # those of another dispatch
+    longs[0] = 0  # the ticket of an engine that has planned nothing
+    assert engine.wait_for_counts(0.01) == 123
+    longs[0] = 7
     words[5], words[6], words[7], longs[4], longs[16], longs[17] = 1, 5, 2500, 42, 0b1101, 1
     words[4] = 1
     assert engine.late() == ("combine", "partial sums", 42, [1, 2, 63], 2.5)
-    assert engine.wait_for_counts(8, 10.0) == -1  # at once: a kernel has aborted
+    assert engine.wait_for_counts(10.0) == -1  # at once: a kernel has aborted
     words[4] = 0
     assert not engine.out_of_step() and not engine.has_report()
     words[10] = 1
-    assert engine.out_of_step() and engine.has_report() and engine.wait_for_counts(8, 10.0) == -1
+    assert engine.out_of_step() and engine.has_report() and engine.wait_for_counts(10.0) == -1
     words[11] = 4
     words[12:16] = torch.tensor([3, 1, 0, 2])
     longs[8] = 2**40

@@ -8,7 +8,7 @@ from lib.dispatch_combine import Case, assert_step, check_case, expected_of, exp
 from lib.dispatch_combine import make_buffer as buffer_of
 
 import ep_dispatcher as ep
-from ep_dispatcher import engines, operation
+from ep_dispatcher import engines, recompute
 from ep_dispatcher.errors import OtherRoutingError
 from ep_dispatcher.tools.testing import device_of, make_routing
 
@@ -88,7 +88,7 @@ def test_a_graph_finds_another_routing_than_that_of_its_plan(rank):
         handle = buffer.plan(planned, max_recv_rows=200)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            operation.compare_routing(buffer, planned, given, (3, 4))
+            recompute.compare_routing(buffer.live_engine(), planned, given, (3, 4))
             received = buffer.dispatch(x, handle=handle).x
         expected = buffer.dispatch(x, handle=handle).x
         for changes in (False, True, False):
@@ -101,7 +101,7 @@ def test_a_graph_finds_another_routing_than_that_of_its_plan(rank):
                     buffer.check()
             buffer.check()
             assert torch.equal(received, expected)
-        operation.compare_routing(buffer, planned, inputs(rank, 1)[1], (3, 4))
+        recompute.compare_routing(buffer.live_engine(), planned, inputs(rank, 1)[1], (3, 4))
         torch.cuda.synchronize()
         buffer.dispatch(x, handle=handle)  # publishes it
         torch.cuda.synchronize()

@@ -21,8 +21,9 @@ from lib.round_trip import round_trip
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import PeerTimeoutError, decode, float8, reference
-from ep_dispatcher.engines.base import Combined
+from ep_dispatcher import PeerTimeoutError, float8, reference
+from ep_dispatcher.decode.arguments import _takes_sums
+from ep_dispatcher.request import Combined
 from ep_dispatcher.tools.testing import device_of, same_bits
 
 LIMIT_S = 1.0
@@ -212,7 +213,7 @@ def test_sums_go_straight_into_an_output_where_they_can_and_are_copied_elsewhere
 
 
 def test_an_output_on_another_device_takes_no_sums():
-    assert not decode._takes_sums(torch.empty(2, 8, device="meta"), torch.empty(2, 8))
+    assert not _takes_sums(torch.empty(2, 8, device="meta"), torch.empty(2, 8))
 
 
 @on_ranks(2)

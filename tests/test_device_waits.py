@@ -68,7 +68,7 @@ def engine():
     made = object.__new__(CudaEngine)
     made._reports, made.aborts = reports_of()
     made.health, made._stuck, made._trace, made._rail = made._reports._health, None, None, None
-    made._config, made._device = SimpleNamespace(timeout_s=0.01), DEVICE
+    made.config, made._device = SimpleNamespace(timeout_s=0.01), DEVICE
     made._stream = SimpleNamespace(query=lambda: False)
     made._thread = threading.get_ident()
     made._aborts = SimpleNamespace(run=lambda: None, free=lambda: None)
@@ -95,7 +95,7 @@ def test_a_wait_for_operations_ends(engine, monkeypatch):
 def test_destroy_ends_a_wait_in_another_thread(engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    engine._config.timeout_s = 60.0
+    engine.config.timeout_s = 60.0
     errors = []
 
     def wait():

@@ -18,7 +18,7 @@ from lib.round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, in
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, errors, operation
+from ep_dispatcher import checks, errors, recompute
 from ep_dispatcher.errors import OtherRoutingError, UnknownExpertError
 from ep_dispatcher.integrations.deep_ep.buffer import Buffer as DeepEPBuffer
 from ep_dispatcher.tools.testing import make_routing
@@ -491,7 +491,7 @@ def test_a_routing_is_compared_with_that_of_a_plan(rank, engine, rows):
         out = buffer.dispatch(x, planned, max_recv_rows=rows)
 
         def again(given: torch.Tensor) -> None:
-            operation.compare_routing(buffer, planned, given, (7, rank))
+            recompute.compare_routing(buffer.live_engine(), planned, given, (7, rank))
             assert torch.equal(buffer.dispatch(x, handle=out.handle).x, out.x)
             buffer.check()
 
@@ -499,7 +499,7 @@ def test_a_routing_is_compared_with_that_of_a_plan(rank, engine, rows):
         other = planned.clone()
         other[3, 1] = -1 if planned[3, 1] >= 0 else 0
         entry = f"topk_idx[3, 1]: given {int(other[3, 1])}, allowed: {int(planned[3, 1])}, "
-        shorter = partial(operation.compare_routing, buffer, planned, planned[1:], (7, rank))
+        shorter = partial(recompute.compare_routing, buffer.live_engine(), planned, planned[1:], (7, rank))
         for call, text in ((partial(again, other), entry), (shorter, "topk_idx: given ")):
             with pytest.raises(OtherRoutingError) as caught:
                 call()

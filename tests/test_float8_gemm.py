@@ -14,7 +14,7 @@ from lib.grouped_gemm import ROWS_BEHIND, groups
 
 import ep_dispatcher as ep
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
-from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
+from ep_dispatcher.moe.matrices import QuantizedMatrices
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

@@ -32,7 +32,7 @@ from lib.round_trip import CONFIG, check_new_buffer, inputs, make_buffer, round_
 
 import ep_dispatcher as ep
 from ep_dispatcher import buffer as buffer_module
-from ep_dispatcher import checks, engines, envs, gather
+from ep_dispatcher import checks, engines, envs, gather, memory
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.threads import StoreHangs
 from ep_dispatcher.topology import Topology
@@ -378,9 +378,9 @@ def test_sizes_beyond_any_memory_are_refused_with_the_largest_ones(pools, hidden
     if hidden == 8:  # small rows: the number of partial sums is what is too large
         allowed //= 2
     shape = Shape(1, 2, CONFIG["num_experts"], CONFIG["num_topk"], min(allowed, 2**29), hidden, torch.bfloat16)
-    checks.buffer_size(shape)
+    memory.check_size(shape)
     if allowed < 2**29:
-        error_of(checks.buffer_size, dataclasses.replace(shape, max_tokens_per_rank=allowed + 1))
+        error_of(memory.check_size, dataclasses.replace(shape, max_tokens_per_rank=allowed + 1))
 
 
 @on_ranks(2)
@@ -463,7 +463,7 @@ def test_multiprocessors_that_fit_on_a_gpu_together(monkeypatch, given, ranks, w
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     engine = object.__new__(CudaEngine)
     engine._device, engine._topology = None, Topology.make(0, ["host"], None)
-    engine._config = SimpleNamespace(num_sms=given, nccl_sms=4)
+    engine.config = SimpleNamespace(num_sms=given, nccl_sms=4)
     assert engine._share_sms(wire, ranks) == dict(expert=0, rank=0, decode=0)
     assert engine._sms == dict(expert=few, rank=few, decode=many)
 

@@ -4,12 +4,12 @@ import itertools
 import pickle
 import time
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
+from conftest import engine_classes, exhaustive
 from lib.megatron_layer import (
     EXPERTS,
     HIDDEN,
@@ -27,7 +27,7 @@ from lib.megatron_layer import (
 from lib.megatron_recompute import MOE
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, operation
+from ep_dispatcher import checks
 from ep_dispatcher.errors import again
 from ep_dispatcher.integrations.megatron import limits, routing
 
@@ -173,12 +173,13 @@ def test_every_operation_knows_its_layer_and_microbatch(rank: int, monkeypatch, 
     layers = [make_layer(make_config(**settings), number) for number in (3, 7)]
     notes = []
 
-    def note(run, buffer, request):
-        notes.append(buffer.note)
-        return run(buffer, request)
+    for kind, name in itertools.product(engine_classes(), ("dispatch", "combine")):
 
-    for name in ("run_dispatch", "run_combine"):
-        monkeypatch.setattr(operation, name, partial(note, getattr(operation, name)))
+        def note(run, engine, request):
+            notes.append(engine.config.wording.note)
+            return run(engine, request)
+
+        monkeypatch.setattr(kind, name, partialmethod(partial(note, getattr(kind, name))))
     outputs = [layers[1](layers[0](tokens_of(rank, number).requires_grad_())[0])[0] for number in range(2)]
     for output in outputs:
         output.sum().backward()

@@ -28,7 +28,8 @@ from lib.megatron_recompute import MOE, Microbatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_dispatcher as ep
-from ep_dispatcher import operation, recompute
+from ep_dispatcher import recompute
+from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.integrations.megatron import register, unregister
 from ep_dispatcher.integrations.megatron.recompute import Checkpointed
 
@@ -131,11 +132,11 @@ def test_parts_use_the_plans_of_their_forward_pass(rank: int, monkeypatch, rank_
 
     xs = [tokens_of(rank, step) for step in range(2)]
     wanted = one_by_one(xs)
-    has_plan, run = [], operation.run_dispatch
+    has_plan, run = [], CpuEngine.dispatch
 
-    def note(buffer, request):
+    def note(engine, request):
         has_plan.append(request.plan is not None)
-        return run(buffer, request)
+        return run(engine, request)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(two_parts())
@@ -146,7 +147,7 @@ def test_parts_use_the_plans_of_their_forward_pass(rank: int, monkeypatch, rank_
             stack.enter_context(Observer())
         if rank == 1 and rank_1 == "changed":
             layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *given: None)
-        monkeypatch.setattr(operation, "run_dispatch", note)
+        monkeypatch.setattr(CpuEngine, "dispatch", note)
         flying = [Microbatch(layer, x) for x in xs]
         assert has_plan == [False] * 4
         found = [one.backward(may_wait=True) for one in flying]  # loops over experts in float32 do

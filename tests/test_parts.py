@@ -74,7 +74,7 @@ def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int
             call = getattr(engine, name)
 
             def noted(*given, call=call, name=name, **options):
-                operations.append(f"{name} {given[0][0].shape[0] if name == 'dispatch' else given[0].num_tokens}")
+                operations.append(f"{name} {given[0].rows.shape[0] if name == 'dispatch' else given[0].num_tokens}")
                 return call(*given, **options)
 
             patch.setattr(engine, name, noted)

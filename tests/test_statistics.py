@@ -275,7 +275,7 @@ def test_a_larger_buffer_is_left_out_of_sums(rank):
             x, topk_idx, _ = inputs(rank, seed=1)
             buffer.dispatch(x, topk_idx)
         sums.begin(steps=1)
-        found = sums.newest()
+        found = settled(sums)
         assert int(found.experts.sum()) == int(found.rows.sum()) > 0
         everyone = [None] * 2
         dist.all_gather_object(everyone, int(tokens_of(small, 1).sum()))

@@ -71,7 +71,7 @@ def engine(cuda):
     made._reports, made.aborts = reports_of(late)
     made.health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)
     made._stuck = StuckKernels(lambda: late)
-    made._aborts, made._config = SimpleNamespace(run=lambda: None), SimpleNamespace(timeout_s=30.0)
+    made._aborts, made.config = SimpleNamespace(run=lambda: None), SimpleNamespace(timeout_s=30.0)
     return made
 
 

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 import ep_dispatcher
-from ep_dispatcher import Buffer, argument_types, checks, dispatch
+from ep_dispatcher import Buffer, argument_types, arguments, checks, dispatch
 from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.moe import activation
 
@@ -81,4 +81,4 @@ def test_the_words_of_the_types_are_those_that_are_allowed():
 def test_the_options_of_the_overloads_are_those_of_the_function(function, options):
     parameters = inspect.signature(function).parameters
     keywords = {name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
-    assert {*getattr(argument_types, options).__annotations__, "quantize"} == keywords
+    assert {*getattr(arguments, options).__annotations__, "quantize"} == keywords

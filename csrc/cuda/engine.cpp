@@ -96,10 +96,10 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool r
   if (messages_) messages_->combine(args, pushes, reduces, stream);
 }
 
-int64_t Engine::wait_for_counts(uint64_t ticket, double slice_s) const {
+int64_t Engine::wait_for_counts(double slice_s) const {
   const auto* report = static_cast<const volatile Report*>(context_.report);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
-  for (int turn = 0; report->counted != ticket; ++turn) {
+  for (int turn = 0; report->counted != ticket_; ++turn) {
     if (report->aborted != 0 || report->out_of_step != 0) return -1;
     if (turn % 1024 == 0 && std::chrono::steady_clock::now() > end) return -2;
     if (turn > 1 << 16) std::this_thread::yield();

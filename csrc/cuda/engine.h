@@ -111,15 +111,29 @@ class Engine {
   // both all in one launch. Two launches of one combine get the same arguments.
   void combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
 
+  // Blocks of a launch: all of them, and the last ones of these, which serve the wire between nodes.
+  struct Blocks {
+    int num_blocks = 0, rail_blocks = 0;
+  };
+  // [host] Choose the blocks of operations in one layout.
+  void share_blocks(Layout layout, Blocks blocks) { blocks_[static_cast<int>(layout)] = blocks; }
+  const Blocks& blocks(Layout layout) const { return blocks_[static_cast<int>(layout)]; }
+  // [host] Let later operations of one kind add their waits to device memory, int64 [num_ranks]; null: to nothing.
+  void measure_waits(Operation operation, int64_t* wait_ns) { wait_ns_[static_cast<int>(operation)] = wait_ns; }
+  int64_t* wait_ns(Operation operation) const { return wait_ns_[static_cast<int>(operation)]; }
+  // [host] Return the ticket of the next counted dispatch, or that of the last one.
+  uint64_t next_ticket() { return ++ticket_; }
+  uint64_t ticket() const { return ticket_; }
+
   // [host] Launch a comparison. Of the entries that differ one becomes an error of the next operation.
   void compare_routing(const RoutingComparison& args, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
   const ReportArrays& reports() const { return context_.reports; }
-  // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
-  // abort by a kernel of this rank or with ranks out of step, or -2 when the time is up. An abort by the host shows as
-  // -2.
-  int64_t wait_for_counts(uint64_t ticket, double slice_s) const;
+  // [host] Wait at most `slice_s` seconds until the rows of the last ticket are counted. Return their number, -1 after
+  // an abort by a kernel of this rank or with ranks out of step, or -2 when the time is up. An abort by the host shows
+  // as -2.
+  int64_t wait_for_counts(double slice_s) const;
   // [host] Allow kernels to publish the next error.
   void clear_error() const { context_.report->error = 0; }
   const Config& config() const { return context_.config; }
@@ -165,6 +179,9 @@ class Engine {
 
   BufferContext context_;
   std::shared_ptr<Messages> messages_;  // NCCL wire; else null
+  Blocks blocks_[3];                    // by layout
+  int64_t* wait_ns_[2] = {};            // by operation
+  uint64_t ticket_ = 0;                 // of the last counted dispatch
 };
 
 template <>

@@ -1,26 +1,23 @@
-"""The interface of an engine. Buffer checks the arguments before it calls one."""
+"""The interface of an engine. The arguments of a request are checked before an engine gets it (arguments.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
-from ep_dispatcher.argument_types import Quantize
+from ep_dispatcher import checks
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
 from ep_dispatcher.memory import Shape
-from ep_dispatcher.plain import is_plain, plain
+from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.topology import Topology
-
-if TYPE_CHECKING:
-    from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.wording import Wording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,8 @@ class EngineConfig(Shape):
     topology: Topology
     hosts: tuple[str, ...]  # of the ranks
     why_hosts: str  # why nodes are hosts, where NVLink reaches other hosts or may do so; else ""
-    buffer_id: int
+    buffer_id: str  # a number; Dynamo would trace an int as a symbol that may change
+    wording: Wording  # of errors
     timeout_s: float
     num_sms: int | None
     nccl_sms: int
@@ -43,75 +41,13 @@ class EngineConfig(Shape):
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-
-# Every operation makes a request, so requests are NamedTuples: a frozen dataclass takes four times as long to make.
-# Their first fields come from these arguments of the caller:
-DISPATCH_ARGUMENTS = ("x", "x[1]", "topk_idx", "topk_weights", "handle")
-COMBINE_ARGUMENTS = ("y", "handle", "topk_weights", "weights")
-
-
-class DispatchRequest(NamedTuple):
-    """The checked arguments of one dispatch. The custom operator takes those up to `quantize`, in this order."""
-
-    rows: Tensor  # [num_tokens, hidden]
-    scales: Tensor | None = None  # [num_tokens, checks.num_scales]
-    topk_idx: Tensor | None = None  # int64 (or int32, before ``plain``) [num_tokens, num_topk]; None: the plan is given
-    topk_weights: Tensor | None = None  # float32 [num_tokens, num_topk]
-    plan: Tensor | None = None  # of an earlier dispatch; None: make a new one
-    layout: str = "expert"
-    expert_alignment: int = 1
-    num_rows: int = -1  # of the output; -1: as many as arrive
-    quantize: Quantize | None = None  # bfloat16 rows travel as ep_dispatcher.quantize makes them
-    sends_only: bool = False  # `receive` will complete the operation
-    packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
-
-    @property
-    def counts(self) -> bool:
-        """Return whether the host waits for the number of rows before it allocates the output."""
-        return self.plan is None and self.num_rows < 0
-
-    def plain(self) -> DispatchRequest:
-        """Return a request whose tensors engines can read by address, with topk_idx as int64."""
-        tensors, topk_idx = self[:5], self.topk_idx
-        for t in tensors:
-            if t is not None and not is_plain(t):
-                break
-        else:
-            if topk_idx is None or topk_idx.dtype == torch.int64:
-                return self  # the usual case, three times as fast as a new request
-        rows, scales, topk_idx, topk_weights, plan = (
-            None if t is None else plain(argument, t) for argument, t in zip(DISPATCH_ARGUMENTS, tensors)
-        )
-        assert rows is not None  # as it was given
-        topk_idx = None if topk_idx is None else topk_idx.long()
-        return DispatchRequest(rows, scales, topk_idx, topk_weights, plan, *self[5:])
-
-
-class CombineRequest(NamedTuple):
-    """The checked arguments of one combine. The custom operator takes those up to `layout`, in this order."""
-
-    y: Tensor  # [rows, hidden]
-    plan: Tensor
-    topk_weights: Tensor | None  # float32 [rows], or [rows, num_topk] in rank layout
-    num_tokens: int  # of the output
-    layout: str  # of the plan
-    weights: Tensor | None = None  # float32 [num_tokens, num_topk]; only with a plan of decode layout
-    sends_only: bool = False  # `receive` will complete the operation
-    out: Tensor | None = None  # contiguous memory for the sums, not that of y; None: new memory
-
-    def plain(self) -> CombineRequest:
-        """Return a request whose tensors engines can read by address."""
-        tensors = (*self[:3], self.weights)
-        for t in tensors:
-            if t is not None and not is_plain(t):
-                break
-        else:
-            return self
-        y, plan, topk_weights, weights = (
-            None if t is None else plain(argument, t) for argument, t in zip(COMBINE_ARGUMENTS, tensors)
-        )
-        assert y is not None and plan is not None  # as they were given
-        return self._replace(y=y, plan=plan, topk_weights=topk_weights, weights=weights)
+    def described(self, state: str) -> str:
+        """Return the text of a buffer for people. state: of its engine"""
+        topology = self.topology
+        nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)} x {topology.ranks_per_node}"
+        names = ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={self.dtype}, {state})"
 
 
 ANY = 64  # stands for the address of a tensor without elements: 0 would mean None
@@ -122,25 +58,11 @@ def address_of(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr() or ANY
 
 
-class Received(NamedTuple):
-    """The tensors of one dispatch; None for those that were not asked for."""
+class Sent:
+    """An operation that has only sent, until `receive` completes it."""
 
-    rows: Tensor
-    # In decode layout an engine may already return [num_local_experts, rows, columns], as in DispatchOutput.
-    scales: Tensor | None
-    topk_weights: Tensor | None
-    topk_idx: Tensor | None
-    tokens_per_expert: Tensor  # int64; in decode layout an engine may return int32, here and in rows_per_expert
-    rows_per_expert: Tensor
-    plan: Tensor | None  # a new plan; None when the plan was given
-    anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
-
-
-class Combined(NamedTuple):
-    """The tensors of one combine."""
-
-    x: Tensor  # [num_tokens, hidden]
-    topk_weights: Tensor | None  # [num_tokens, num_topk]; None when none were given
+    def __init__(self, operation: str):
+        self.operation = operation
 
 
 class Engine(Protocol):
@@ -149,20 +71,22 @@ class Engine(Protocol):
     By default every operation is complete, and has raised its errors, when its call returns.
     """
 
+    config: EngineConfig
     device: str  # device type of its tensors
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
     used_sms: int  # the most multiprocessors that an operation uses outside decode layout, NCCL's included
-    rows_on_host: Tensor | None = None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
-    label: int = 0  # set by the caller; a dispatch with too few rows has it in its error
     wait_ns: dict[str, Tensor]  # of `measure_waits`, by operation
     # By label, int64 [num_local_experts]: what dispatches with a new plan add their tokens to.
     expert_tokens: Sequence[Tensor] | None = None
     health: Health
+    sent: Sent | None = None  # the operation that has only sent
+    num_message_rows: int = 0  # elements of Received.message_rows
 
-    @property
-    def unreceived(self) -> str | None:
-        """The operation that has only sent, until `receive` completes it or the engine ends. No other may begin."""
+    def refuse_unreceived(self, operation: str) -> None:
+        """Refuse an operation while another one waits for its hook."""
+        if self.sent is not None and not self.health.ended:
+            checks.fail("hook", f"a {operation} before the hook of the {self.sent.operation}", "that hook() first")
 
     def dispatch(self, request: DispatchRequest) -> Received:
         """Send rows to the ranks of their experts, and receive."""
@@ -195,8 +119,8 @@ class Engine(Protocol):
         """Let the current stream follow the operations so far, and let later ones follow what it does next."""
         return
 
-    def event(self, buffer: Buffer) -> Event:
-        """Return the event of the last operation. It raises errors as the buffer words them."""
+    def event(self) -> Event:
+        """Return the event of the last operation."""
         return Event()
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
@@ -208,10 +132,10 @@ class Engine(Protocol):
         if wait_ns is not None:
             self.wait_ns[operation] = wait_ns
 
-    def count(self, tokens_per_expert: Tensor) -> None:
+    def count(self, label: int, tokens_per_expert: Tensor) -> None:
         """Add the tokens of a new plan to the row of its label. The last row is that of all other labels."""
         if self.expert_tokens is not None:
-            label, last = int(self.label or 0), len(self.expert_tokens) - 1
+            last = len(self.expert_tokens) - 1
             self.expert_tokens[label if 0 <= label < last else last].add_(tokens_per_expert)
 
     def check(self) -> None:

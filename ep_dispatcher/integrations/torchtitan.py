@@ -31,12 +31,13 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, recompute
-from ep_dispatcher.autograd import is_observed
-from ep_dispatcher.buffer import find_buffer
+from ep_dispatcher import checks
+from ep_dispatcher.buffer import find_buffer, planned_buffer
 from ep_dispatcher.errors import TooFewRowsError, again
 from ep_dispatcher.integrations import agree
 from ep_dispatcher.integrations.job_stats import JobSums
+from ep_dispatcher.observers import is_observed
+from ep_dispatcher.wording import Wording
 
 __all__ = [
     "EPMetricsProcessor",
@@ -63,13 +64,20 @@ class TooManyTokensError(ValueError, AssertionError):
     """
 
 
-class TitanBuffer(ep.Buffer):
-    """A buffer whose errors speak of torchtitan's capacity factor."""
+class TitanWording(Wording):
+    """Errors that speak of torchtitan's capacity factor."""
 
     def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, TooFewRowsError):
             error = again(error, ": non_blocking_capacity_factor is too small for this routing")
         return super().explained(error)
+
+
+class TitanBuffer(ep.Buffer):
+    """A buffer of torchtitan's layers."""
+
+    def make_wording(self) -> TitanWording:
+        return TitanWording()
 
 
 _buffers: dict[tuple[object, ...], TitanBuffer] = {}  # by group, kind of rows, and tokens per rank
@@ -167,7 +175,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         num_tokens, hidden = x_TD.shape
         if not self.select_buffer(hidden, x_TD.dtype):
             self.make_buffer(_number(num_tokens), hidden, x_TD.dtype)
-        buffer = recompute.planned_buffer() or self.buffer
+        buffer = planned_buffer() or self.buffer
         assert buffer is not None
         most_tokens = buffer.config.max_tokens_per_rank
         if num_tokens > most_tokens:

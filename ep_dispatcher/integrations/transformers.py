@@ -19,11 +19,11 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ep_dispatcher as ep
-from ep_dispatcher import recompute
+from ep_dispatcher.buffer import planned_buffer
 from ep_dispatcher.integrations.agree import leave, versioned
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind
-from ep_dispatcher.moe.grouped_gemm import LINE_BYTES
+from ep_dispatcher.moe.matrices import LINE_BYTES
 
 NAME = "ep_dispatcher"
 __all__ = ["EPDispatcher", "destroy_buffers", "register"]
@@ -113,7 +113,7 @@ class EPDispatcher:
         weights_dtype = topk_weights.dtype
         topk_idx, topk_weights = _merge_repeated(topk_idx, topk_weights.float())
         key = Key(Kind(x.shape[1], x.dtype), self.num_experts, topk_idx.shape[1])
-        buffer = recompute.planned_buffer() or self._buffer(key, x.shape[0])
+        buffer = planned_buffer() or self._buffer(key, x.shape[0])
         is_grouped = _are_grouped(self.experts, x)
         if is_grouped and _are_swiglu(self.experts):
             w1, w2 = self.experts.gate_up_proj, self.experts.down_proj

@@ -17,7 +17,6 @@ Else they are loops over experts, which define the results. Quantised entries of
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,26 +26,10 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.grouped_gemm import Matrices, bias_of, groups, shape_of, stack_bias
+from ep_dispatcher.moe.grouped_gemm import bias_of, groups, stack_bias
+from ep_dispatcher.moe.matrices import Matrices, QuantizedMatrices, shape_of
 
 E4M3 = torch.float8_e4m3fn
-
-
-class QuantizedMatrices(NamedTuple):
-    """Matrices [n, k], one per expert, and their transposed copies, all wherever they lie.
-
-    The scales of an expert are float32 [ceil(n / 128), ceil(k / 128)], or have more columns that nobody reads. Those of
-    all experts have the same strides.
-    """
-
-    rows: Matrices  # float8_e4m3fn [n, k] each, contiguous
-    scales: Matrices
-    transposed: Matrices  # the same values, [k, n]
-    transposed_scales: Matrices
-
-    def t(self) -> QuantizedMatrices:
-        """Return the transposed matrices: nothing is copied."""
-        return QuantizedMatrices(self.transposed, self.transposed_scales, self.rows, self.scales)
 
 
 def has_kernels(rows: Tensor) -> bool:

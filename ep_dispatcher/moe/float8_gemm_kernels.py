@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
-from ep_dispatcher.moe.grouped_gemm import Matrices
 from ep_dispatcher.moe.grouped_gemm_kernels import (
     BLOCK,
     activation_value,
@@ -20,6 +18,7 @@ from ep_dispatcher.moe.grouped_gemm_kernels import (
     linear_value,
     placed,
 )
+from ep_dispatcher.moe.matrices import Matrices, QuantizedMatrices
 
 TILE_ROWS = 32
 

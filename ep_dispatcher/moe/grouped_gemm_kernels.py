@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.grouped_gemm import LINE_BYTES, BiasSet, Matrices, RowSet, shifts_of
+from ep_dispatcher.moe.matrices import LINE_BYTES, BiasSet, Matrices, RowSet, shifts_of
 
 
 class Tile(NamedTuple):

@@ -16,9 +16,8 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
-from ep_dispatcher.moe.float8_gemm import QuantizedMatrices
 from ep_dispatcher.moe.gradients import clear_unused_rows
-from ep_dispatcher.moe.grouped_gemm import Matrices, shape_of
+from ep_dispatcher.moe.matrices import Matrices, QuantizedMatrices, shape_of
 
 
 class Parameters(NamedTuple):

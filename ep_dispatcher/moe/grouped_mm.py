@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from ep_dispatcher import checks
 from ep_dispatcher.handle import DispatchOutput
 from ep_dispatcher.moe import activation as activations
-from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.gradients import clear_unused_rows
 from ep_dispatcher.moe.grouped_mlp import Parameters
+from ep_dispatcher.moe.matrices import LINE_BYTES
 
 
 def rows_of(out: DispatchOutput) -> tuple[Any, Tensor, Tensor]:
@@ -39,7 +39,7 @@ def padded(parameters: Parameters, pair: int) -> Parameters:
     """
     w1, w2, b1, b2 = parameters
     assert isinstance(w1, Tensor) and isinstance(w2, Tensor)
-    intermediate, line = w2.shape[2], grouped_gemm.LINE_BYTES // w2.itemsize
+    intermediate, line = w2.shape[2], LINE_BYTES // w2.itemsize
     missing = -intermediate % line if intermediate else line
     if missing:
         w1 = F.pad(w1.unflatten(1, (pair, intermediate)), (0, 0, 0, missing)).flatten(1, 2)
@@ -58,7 +58,7 @@ def _dense(weight: Tensor) -> Tensor:
     _, rows, columns = weight.shape
     of_experts, *of_matrix = weight.stride()
     is_dense = of_experts == rows * columns and of_matrix in ([columns, 1], [1, rows])
-    if is_dense and (torch.compiler.is_compiling() or weight.data_ptr() % grouped_gemm.LINE_BYTES == 0):
+    if is_dense and (torch.compiler.is_compiling() or weight.data_ptr() % LINE_BYTES == 0):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)
 

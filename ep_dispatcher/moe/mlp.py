@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from ep_dispatcher import checks, operation
+from ep_dispatcher import checks
 from ep_dispatcher.argument_types import ActivationName, QuantizeBlocks
-from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
+from ep_dispatcher.arguments import as_autocast, dispatch_request
+from ep_dispatcher.autograd import check_buffer, combine, dispatch
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import DispatchOutput, Handle
 from ep_dispatcher.moe import activation as activations
@@ -22,6 +23,8 @@ from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.gradients import mean_gradient
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.moe.grouped_mm import experts_by_operators, padded, rows_of
+from ep_dispatcher.moe.matrices import LINE_BYTES
+from ep_dispatcher.observers import is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.plain import require_memory
 
 
@@ -100,12 +103,13 @@ def moe_mlp(
         max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
     num_parts = overlapping.num_parts_of(buffer, num_parts)
     config, experts = buffer.config, buffer.num_local_experts
-    device = buffer.live_engine().device
+    engine = buffer.live_engine()
+    device = engine.device
     if average_gradients:  # before autocast: the gradients that the caller gets are divided in their own dtype
         w1, w2 = mean_gradient(buffer, w1), mean_gradient(buffer, w2)
         b1, b2 = (None if bias is None else mean_gradient(buffer, bias) for bias in (b1, b2))
     if torch.is_autocast_enabled(device):
-        x, w1, w2, b1, b2 = (operation.as_autocast(buffer, t) for t in (x, w1, w2, b1, b2))
+        x, w1, w2, b1, b2 = (as_autocast(engine, t) for t in (x, w1, w2, b1, b2))
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
     checks.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", config.num_topk), device)
     checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
@@ -143,10 +147,10 @@ def _check_quantize(
         return
     if not is_eager:
         checks.fail("quantize", repr(quantize), "None where something looks at operators, as torch.compile does")
-    line = grouped_gemm.LINE_BYTES if device == "cuda" else 1
+    line = LINE_BYTES if device == "cuda" else 1
     if dtype != torch.bfloat16 or hidden % line or intermediate % line:
         given = f"{quantize!r} with {dtype}, hidden {hidden}, intermediate {intermediate}"
-        checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {grouped_gemm.LINE_BYTES}")
+        checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {LINE_BYTES}")
 
 
 def checked_options(buffer: Buffer, intermediate: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +167,8 @@ def checked_options(buffer: Buffer, intermediate: int, options: dict[str, Any]) 
 
 def _check_width(argument: str, intermediate: int, dtype: torch.dtype, device: str) -> None:
     """Refuse rows that the kernels on GPUs cannot read."""
-    if device == "cuda" and (intermediate == 0 or intermediate * dtype.itemsize % grouped_gemm.LINE_BYTES):
-        allowed = f"a multiple of {grouped_gemm.LINE_BYTES // dtype.itemsize} with {dtype} on a GPU"
+    if device == "cuda" and (intermediate == 0 or intermediate * dtype.itemsize % LINE_BYTES):
+        allowed = f"a multiple of {LINE_BYTES // dtype.itemsize} with {dtype} on a GPU"
         checks.fail(argument, f"intermediate {intermediate}", allowed)
 
 
@@ -203,9 +207,12 @@ def run_nodes(
     """
     given = [(x, topk_idx, topk_weights)]
     if num_parts > 1:  # an error about B comes before anything of A is sent
-        operation.dispatch_request(buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows)
+        engine = buffer.live_engine()
+        dispatch_request(
+            engine, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows, has_gradients=True
+        )
         if _has_values(topk_idx):
-            operation.check_routing(buffer, topk_idx)
+            engine.check_routing(topk_idx)
         given = list(zip(*map(overlapping.cut, given[0])))
     # All are sent before the first experts run.
     if handles:
@@ -255,4 +262,4 @@ def _aligned(argument: str, weight: Tensor) -> Tensor:
     """Return the weight in contiguous memory, at an address that the kernels of grouped GEMMs accept."""
     require_memory(argument, weight)
     weight = weight.contiguous()
-    return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
+    return weight if weight.data_ptr() % LINE_BYTES == 0 else weight.clone()

@@ -26,27 +26,30 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import checks, operation, recompute
+from ep_dispatcher import checks, recompute
 from ep_dispatcher.argument_types import QuantizeBlocks
-from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
+from ep_dispatcher.arguments import dispatch_request
+from ep_dispatcher.autograd import buffer_of, check_saved_plan
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.grouped_mlp import Kept, Mlp, Parameters, checked_mlp, grads_of_rows, run_rows, write_grads
+from ep_dispatcher.outputs import new_handle
+from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
 
 if TYPE_CHECKING:
     from ep_dispatcher.engines.cuda.engine import CudaEngine
 
 # The smallest max_tokens_per_rank of a buffer for two parts by default. Measured in docs/performance.md.
 MIN_TOKENS = 2048
-_PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps of a part: these, and the plan
+_PER_PART = len(Kept._fields) + 2  # tensors that autograd keeps of a part: these, the plan, and its message rows
 
 
 def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
@@ -87,6 +90,28 @@ def _why_no_kernels(buffer: Buffer) -> str | None:
     return None if config.dtype in grouped_gemm.KERNEL_DTYPES else f"its rows are {config.dtype}"
 
 
+def _will_run(node: torch.autograd.graph.Node) -> bool:
+    """Return whether the backward under way runs a node.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for some gradients only, and skip nodes that lead to no
+    gradient asked for. needs_input_grad does not show that.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad asks for
+        return True
+
+
+def _dispatch_goes_back(ctx: Any) -> bool:
+    """Return whether the backward of a layer runs that of its dispatch. x and topk_weights are its first inputs.
+
+    On another rank the steps of the layer may be nodes of their own. There autograd skips the backward of the dispatch
+    if neither x nor topk_weights wants a gradient, or none is asked for in this pass. All ranks must do the same.
+    """
+    inputs = zip(ctx.needs_input_grad[:2], ctx.next_functions)
+    return any(wanted and _will_run(node) for wanted, (node, _) in inputs)
+
+
 def cut(t: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens of A and those of B."""
     of_a = (t.shape[0] + 1) // 2
@@ -117,11 +142,20 @@ def mlp_in_parts(
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
     mlp = checked_mlp(x.dtype, parameters, **options)
-    request = operation.dispatch_request(
-        buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows
+    engine = buffer.live_engine()
+    request = dispatch_request(
+        engine,
+        x,
+        topk_idx,
+        topk_weights,
+        quantize=quantize,
+        max_recv_rows=max_recv_rows,
+        label=buffer.label,
+        has_gradients=True,
     )
-    operation.check_routing(buffer, topk_idx)  # of B too, before anything of A is sent
-    handles = recompute.handles_of(buffer, request, num_parts=2) if handles is None else handles
+    engine.check_routing(topk_idx)  # of B too, before anything of A is sent
+    if handles is None:
+        handles = [] if buffer.caller_keeps_plans else recompute.handles_of(engine, request, num_parts=2)
     return _MlpInParts.apply(x, topk_weights, buffer, request, handles, mlp, overlap, *mlp.inputs(x, topk_weights))
 
 
@@ -141,12 +175,12 @@ class _MlpInParts(torch.autograd.Function):
     ) -> Tensor:
         assert request.topk_idx is not None
         requests = [
-            request._replace(rows=rows, topk_idx=idx, topk_weights=row_weights)
+            replace(request, rows=rows, topk_idx=idx, topk_weights=row_weights)
             for rows, idx, row_weights in zip(cut(x), cut(request.topk_idx), cut(topk_weights))
         ]
         if has_plans := bool(handles):
-            plans = zip(requests, handles, strict=True)
-            requests = [operation.with_plan(one, of) for one, of in plans]
+            for one, handle in zip(requests, handles, strict=True):
+                recompute.use_plan(one, handle)
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # keeps them alive: combines read them until the end
@@ -154,22 +188,23 @@ class _MlpInParts(torch.autograd.Function):
             # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
             # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
             # both cases launch combine A before the experts of B.
-            waits = requests[0].counts
+            waits = requests[0].waits_for_counts
             sent = [operations.dispatch(one) for one in requests[: 1 if waits else 2]]
             for i, out in enumerate(cut(y)):
                 received = operations.take(*sent[i])
                 assert received.topk_weights is not None  # as these were given
                 if not has_plans:
-                    handles.append(operation.new_handle(buffer, requests[i], received))
-                plan = handles[i].plan
+                    handles.append(new_handle(buffer.live_engine(), requests[i], received))
                 ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
                 rows, kept = run_rows(received.rows, received.topk_weights, ends, mlp, received.scales)
                 experts_end = operations.record()
                 results.append(rows)
                 if waits and i == 0:
                     sent.append(operations.dispatch(requests[1]))
-                operations.combine(CombineRequest(rows, plan, None, len(out), "expert"), out, experts_end)
-                saved += [*kept, plan]
+                handle = handles[i]
+                sums = CombineRequest(rows, handle.plan, len(out), message_rows=handle.message_rows, out=out)
+                operations.combine(sums, experts_end)
+                saved += [*kept, handle.plan, handle.message_rows]
         ctx.save_for_backward(*saved, *tensors)
         ctx.mlp, ctx.overlap, ctx.buffer, ctx.note = mlp, overlap, buffer, buffer.backward_note
         return y
@@ -179,27 +214,32 @@ class _MlpInParts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Any, ...] = ctx.saved_tensors
         of_a, of_b, tensors = saved[:_PER_PART], saved[_PER_PART : 2 * _PER_PART], saved[2 * _PER_PART :]
-        kept, plans = [Kept(*of_a[:-1]), Kept(*of_b[:-1])], [of_a[-1], of_b[-1]]
+        kept, plans = [Kept(*of_a[:-2]), Kept(*of_b[:-2])], [of_a[-2:], of_b[-2:]]
         mlp: Mlp = ctx.mlp
         parameters, buffer = mlp.saved(tensors), buffer_of(ctx)
-        for plan in plans:
+        for plan, _ in plans:
             check_saved_plan(plan)
-        goes_back = dispatch_goes_back(ctx)
+        goes_back = _dispatch_goes_back(ctx)
         grad_x = grad.new_empty(grad.shape) if goes_back else None
         grad_topk_weights: list[Any] = [None, None]
         grads: list[Any] = [None, None]
         sent: list[Any] = [None, None]
         with _Operations(buffer, grad, ctx.overlap, num_operations=4 if goes_back else 2) as operations:
             for i in (1, 0):
+                plan, message_rows = plans[i]
                 num_rows = kept[i].rows.shape[0]
-                sent[i] = operations.dispatch(DispatchRequest(cut(grad)[i], plan=plans[i], num_rows=num_rows))
+                sent[i] = operations.dispatch(
+                    DispatchRequest(cut(grad)[i], plan=plan, message_rows=message_rows, num_rows=num_rows)
+                )
             for i in (1, 0):
                 grads[i] = grads_of_rows(operations.take(*sent[i]).rows, kept[i], mlp, parameters, goes_back)
                 _, grad_rows, grad_row_weights = grads[i]
                 if grad_x is not None:
-                    out = cut(grad_x)[i]
-                    y = CombineRequest(grad_rows, plans[i], grad_row_weights, len(out), "expert")
-                    grad_topk_weights[i] = operations.combine(y, out, operations.record()).topk_weights
+                    out, (plan, message_rows) = cut(grad_x)[i], plans[i]
+                    sums = CombineRequest(
+                        grad_rows, plan, len(out), topk_weights=grad_row_weights, message_rows=message_rows, out=out
+                    )
+                    grad_topk_weights[i] = operations.combine(sums, operations.record()).topk_weights
             sets = [(of_part, row_grads) for of_part, (row_grads, *_) in zip(kept, grads)]
             side = operations.side  # `write` keeps this alone, not the operations: it may be called later
 
@@ -251,7 +291,7 @@ class _Operations:
     def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
         """Launch a dispatch after the earlier operations. Return its outputs, and the event that `take` waits for."""
         with self._beside():
-            received = operation.run_dispatch(self.buffer, request)
+            received = self.buffer.live_engine().dispatch(request)
         self.num_launched += 1
         return received, None if self.side is None else self.side.record_event()
 
@@ -265,12 +305,12 @@ class _Operations:
         """Return an event after all that the main stream has been given so far."""
         return None if self.main is None else self.main.record_event()
 
-    def combine(self, request: CombineRequest, out: Tensor, after: torch.cuda.Event | None) -> Combined:
-        """Launch a combine after the earlier operations and after an event. The sums are written to `out`."""
+    def combine(self, request: CombineRequest, after: torch.cuda.Event | None) -> Combined:
+        """Launch a combine after the earlier operations and after an event."""
         if self.side is not None and after is not None:
             self.side.wait_event(after)
         with self._beside():
-            combined = operation.run_combine(self.buffer, request._replace(out=out))
+            combined = self.buffer.live_engine().combine(request)
         self.num_launched += 1
         return combined
 

@@ -15,9 +15,9 @@ needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built w
 
 def reports_of(late=None, mistake=None, masks=False, has_messages=False):
     """Rank 0 of 3, with what its kernels have reported: (its reports, a list that grows when it aborts)."""
+    from ep_dispatcher.decode.masks import Masks
     from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
     from ep_dispatcher.engines.health import Health
-    from ep_dispatcher.engines.optional.masks import Masks
 
     aborts, mistakes = [], iter([mistake])
     engine = SimpleNamespace(out_of_step=lambda: False, late=lambda: late, take_error=lambda: next(mistakes, None))

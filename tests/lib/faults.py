@@ -62,7 +62,7 @@ def make_hasty_buffer(**changes) -> ep.Buffer:
 def hurry(buffer: ep.Buffer, timeout_s: float = LIMIT_S) -> None:
     """Give all further operations this limit, and begin them together with the other ranks."""
     if buffer.engine == "cpu":
-        buffer._engine._config = replace(buffer._engine._config, timeout_s=timeout_s)
+        buffer._engine.config = replace(buffer._engine.config, timeout_s=timeout_s)
     meet(f"hurry/{buffer.id}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,38 +13,29 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
-from ep_dispatcher.engines.base import (
-    COMBINE_ARGUMENTS,
-    DISPATCH_ARGUMENTS,
-    Combined,
-    CombineRequest,
-    DispatchRequest,
-    Engine,
-    EngineConfig,
-    Received,
-    address_of,
-)
+from ep_dispatcher.decode.masks import Masks
+from ep_dispatcher.engines.base import Engine, EngineConfig, Sent, address_of
 from ep_dispatcher.engines.cpu.rail import Rail, RailLate
 from ep_dispatcher.engines.cpu.waiter import Message
 from ep_dispatcher.engines.descriptors import Descriptors
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.optional import suspension
-from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.engines.trace import Trace
 from ep_dispatcher.errors import PeerDataError, PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.plain import plain, require_memory
+from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
 
 _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
 _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
 
 
-def _require_memory(arguments: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+def _require_memory(request: DispatchRequest | CombineRequest) -> None:
     """Refuse tensors whose storage somebody has made too small: reading behind its end can end the process."""
-    for argument, t in zip(arguments, tensors):
+    for argument, t in request.tensors():
         if t is not None:
             require_memory(argument, t)
 
@@ -92,11 +83,10 @@ class CpuEngine(Engine):
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
     used_sms = 0
-    unreceived: str | None = None
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
-        self._config, self._topology, self.wait_ns = config, topology, {}
+        self.config, self._topology, self.wait_ns = config, topology, {}
         c = self._c_config = config.fill_sizes(_C_cpu.Config())
         c.rank, c.node, c.local_rank = topology.rank, topology.node, topology.local_rank
         c.rank_at = [r for ranks in topology.nodes for r in ranks]
@@ -113,7 +103,7 @@ class CpuEngine(Engine):
         self._rail_store = store  # compiled code calls it later, and keeps no reference
 
         def create() -> None:
-            self._c = self._connections.c = _C_cpu.Engine(c, config.buffer_id)
+            self._c = self._connections.c = _C_cpu.Engine(c, int(config.buffer_id))
             secret = f"ep_dispatcher/{config.buffer_id}/{topology.node_ranks[0]}"
             self._connections.descriptors = Descriptors(secret, topology.rank, topology.node_ranks)
 
@@ -145,22 +135,24 @@ class CpuEngine(Engine):
             raise
 
     def dispatch(self, request: DispatchRequest) -> Received:
-        _require_memory(DISPATCH_ARGUMENTS, request[:5])
-        if request.quantize:
-            rows, scales = float8.quantize(request.rows, request.quantize)
-            request = request._replace(rows=rows, scales=scales)
+        self.refuse_unreceived("dispatch")
+        request.make_plain()
+        _require_memory(request)
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)
-        c, rail, num_rows = self._c, self._rail, request.num_rows
-        weights, num_tokens, together = address_of(request.topk_weights), request.rows.shape[0], request[:2]
-        arrays = [(address_of(t), t.shape[1] * t.itemsize) for t in together if t is not None]  # bytes of a row
-        c.num_scales = 0 if request.scales is None else request.scales.shape[1]
-        with self._operation("dispatch", request.plan, num_tokens, num_rows) as step:
+        rows, scales = request.rows, request.scales
+        if request.quantize:
+            rows, scales = float8.quantize(rows, request.quantize)
+        together = [t for t in (rows, scales) if t is not None]
+        arrays = [(address_of(t), t.shape[1] * t.itemsize) for t in together]  # bytes of a row
+        c, rail, num_tokens, weights = self._c, self._rail, rows.shape[0], address_of(request.topk_weights)
+        c.num_scales = 0 if scales is None else scales.shape[1]
+        with self._operation("dispatch", request.plan, num_tokens, request.num_rows, request.label) as step:
             if request.plan is None:
                 plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
             else:
                 step("stage")
-                plan, pending_lists = None, {}
+                plan, num_rows, pending_lists = None, request.num_rows, {}
                 c.reuse(_C_cpu.DISPATCH, request.plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             step("send")
@@ -175,7 +167,7 @@ class CpuEngine(Engine):
                 self._arrive(pending_lists, c.lists_arrived)
                 c.finish_plan()
             step("pull")
-            received = self._allocate(request, num_rows, plan)
+            received = self._allocate(request, rows, scales, num_rows, plan)
             out = [address_of(t) for t in (received.rows, received.scales) if t is not None]
             to = (out, address_of(received.topk_weights), address_of(received.topk_idx))
             c.prepare_output(*to)
@@ -186,8 +178,8 @@ class CpuEngine(Engine):
                 c.pull(m, *to)
             c.agree()
         if request.plan is None:
-            self.count(received.tokens_per_expert)
-        self.unreceived = "dispatch" if request.sends_only else None
+            self.count(request.label, received.tokens_per_expert)
+        self.sent = Sent("dispatch") if request.sends_only else None
         return received
 
     def _start_plan(
@@ -214,14 +206,15 @@ class CpuEngine(Engine):
         pending = self._exchange("lists between nodes", _LISTS, c.incoming_lists, c.outgoing_lists, is_list=True)
         return plan, counted_rows, pending
 
-    def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor | None) -> Received:
-        config, rows, scales = self._config, request.rows, request.scales
+    def _allocate(
+        self, request: DispatchRequest, rows: Tensor, scales: Tensor | None, num_rows: int, plan: Tensor | None
+    ) -> Received:
+        """Allocate the tensors of a dispatch, and fill in the counts. rows, scales: as they travel."""
+        config, by_rank = self.config, request.layout == "rank"
         tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64, device="cpu") for _ in range(2))
         self._c.counts_per_expert(address_of(tokens), address_of(padded))
-        by_rank, per_choice = request.layout == "rank", (num_rows, config.num_topk)
+        per_choice = (num_rows, config.num_topk)
         weights_shape = per_choice if by_rank else (num_rows,)
-        if request.plan is None:
-            self.rows_on_host = padded.clone()  # `padded` belongs to the caller
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
             scales=None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
@@ -230,16 +223,19 @@ class CpuEngine(Engine):
             tokens_per_expert=tokens,
             rows_per_expert=padded,
             plan=plan,
+            rows_on_host=None if plan is None else padded.clone(),  # `padded` belongs to the caller
         )
 
     def combine(self, request: CombineRequest) -> Combined:
+        self.refuse_unreceived("combine")
+        request.make_plain()
+        _require_memory(request)
         y, weights, has_weights = request.y, request.weights, request.topk_weights is not None
-        _require_memory(COMBINE_ARGUMENTS, (*request[:3], weights))
         c, rail = self._c, self._rail
-        x = y.new_empty(request.num_tokens, self._config.hidden) if request.out is None else request.out
+        x = y.new_empty(request.num_tokens, self.config.hidden) if request.out is None else request.out
         weights_out = None
         if request.topk_weights is not None:
-            weights_out = request.topk_weights.new_empty(request.num_tokens, self._config.num_topk)
+            weights_out = request.topk_weights.new_empty(request.num_tokens, self.config.num_topk)
         topk_weights = address_of(request.topk_weights)
         with self._operation("combine", request.plan, request.num_tokens, y.shape[0]) as step:
             operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE
@@ -260,12 +256,12 @@ class CpuEngine(Engine):
             for receive in pending:
                 rail.wait(receive)
             c.sum(topk_weights, address_of(x), address_of(weights_out))
-        self.unreceived = "combine" if request.sends_only else None
+        self.sent = Sent("combine") if request.sends_only else None
         return Combined(x, weights_out)
 
     def receive(self) -> None:
         """Only note it: every operation is complete when its call returns."""
-        self.unreceived = None
+        self.sent = None
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
         """Give the weights of this rank's tokens to the ranks of their experts."""
@@ -302,7 +298,7 @@ class CpuEngine(Engine):
             arrived(m)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
-        return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
+        return _C_cpu.plan_capacity(self._c_config, self.config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
     def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:
         """Add the operation's wait for each rank. ``rail_before``: the rail's times at the start of the operation."""
@@ -341,7 +337,7 @@ class CpuEngine(Engine):
     def unmask(self, meet: Callable[[], Gather]) -> None:
         def reset(epoch: int) -> None:
             self._c.unmask(epoch)
-            self._connections.why, self.unreceived = _C_cpu.AbortReason.left, None
+            self._connections.why, self.sent = _C_cpu.AbortReason.left, None
 
         self._masks.unmask(meet, settle=lambda: self._c.epoch, reset=reset)
 
@@ -359,16 +355,17 @@ class CpuEngine(Engine):
         require_memory("topk_idx", topk_idx)
         topk_idx = plain("topk_idx", topk_idx).long()
         num_tokens, num_topk = topk_idx.shape
-        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)
+        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self.config.num_experts)
         if entry is not None:
-            raise checks.bad_entry(entry, self._config.num_experts)
+            raise checks.bad_entry(entry, self.config.num_experts)
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
-        self.check()
-        if not torch.equal(planned, given):
-            token, k = (planned != given).nonzero()[0].tolist()
-            entries = int(given[token, k]), int(planned[token, k])
-            raise checks.other_routing(f"topk_idx[{token}, {k}]", *entries, where)
+        with self.config.wording:
+            self.check()
+            if not torch.equal(planned, given):
+                token, k = (planned != given).nonzero()[0].tolist()
+                entries = int(given[token, k]), int(planned[token, k])
+                raise checks.other_routing(f"topk_idx[{token}, {k}]", *entries, where)
 
     def _tag(self, kind: int) -> int:
         """Return the tag of a message: epoch and kind. So a message never matches the receive of another kind.
@@ -379,29 +376,29 @@ class CpuEngine(Engine):
 
     @contextmanager
     def _operation(
-        self, name: str, plan: Tensor | None, num_tokens: int, num_rows: int
+        self, name: str, plan: Tensor | None, num_tokens: int, num_rows: int, label: int = 0
     ) -> Iterator[Callable[[str], None]]:
         """Begin one epoch, and end it, also after errors. Yield the function that names a step to profilers.
 
         plan, num_tokens, num_rows: a handle's; only with a plan are the sizes used.
         """
-        with ranges_of(name) as ranges:
+        with self.config.wording, ranges_of(name) as ranges:
             ranges.step("check")
             self.check()
             if plan is not None:
                 self._c.check_plan(plan.data_ptr(), plan.numel(), num_tokens, num_rows)
             refused = None
             with self.health.operation(name) as operation:
-                epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
+                epoch = self._c.begin(self.config.timeout_s, torch.get_num_threads())
                 operation.name = f"{name}, epoch {epoch}"
                 begin = time.monotonic()
-                self._rail.deadline = begin + self._config.timeout_s
+                self._rail.deadline = begin + self.config.timeout_s
                 wait_ns, rail_before = self.wait_ns.get(name), list(self._rail.waited_ns)
                 try:
                     try:
                         yield ranges.step
                     except _C_cpu.Refused as refusal:
-                        refused = _word(refusal, self.label)
+                        refused = _word(refusal, label)
                         if not refusal.by_all:
                             self._end_out_of_step(refused)
                     ranges.step("finish")
@@ -433,7 +430,7 @@ class CpuEngine(Engine):
         self._connections.why = _C_cpu.AbortReason.waited
         self.health.end(partial(error, late_ranks=ranks))
         chain = follow_chain(
-            self._config.store,
+            self.config.store,
             self._topology.rank,
             ranks,
             gone=gone,

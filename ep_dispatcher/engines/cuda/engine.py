@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
+from ep_dispatcher.decode.masks import Masks
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda import nccl, stuck_kernels
 from ep_dispatcher.engines.cuda.aborts import Aborts
@@ -25,19 +26,16 @@ from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.launch import Launches
 from ep_dispatcher.engines.cuda.nccl import NcclRail
 from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of, wire_of
-from ep_dispatcher.engines.cuda.streams import SLICE_S, StreamEvent, free_when_idle, wait_for_device
+from ep_dispatcher.engines.cuda.streams import SLICE_S, free_when_idle, wait_for_device
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health, watch
 from ep_dispatcher.engines.optional import suspension
-from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.engines.trace import Counters, StreamTrace, Trace
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
+from ep_dispatcher.handle import Event
 from ep_dispatcher.memory import check_cuda_sizes, check_cuda_sms, default_sms
 from ep_dispatcher.topology import Topology
-
-if TYPE_CHECKING:
-    from ep_dispatcher.buffer import Buffer
 
 logger = logging.getLogger(__name__)
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
@@ -77,13 +75,40 @@ class CudaEngine(Launches):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        topology = config.topology
+        self._is_attached = False  # all ranks can reach each other's memory
         self._is_sound = False  # destroy() found all operations complete
+        self._rail: NcclRail | None = None
         self._thread = threading.get_ident()  # the one that made the buffer
         self._stamps: Tensor | None = None
+        if config.mask_late_ranks:
+            self.layouts = ("decode",)
+        wire, gpus = self._agree_on_hardware()
+        try:
+            c = self._c_config
+            self._regions.prepare(self._compiled.region_bytes(c), self._compiled.flag_bytes(c))
+            config.gather("memory", self._allocate_memory, waits_for_peers=self._regions.allocates_together)
+            mapped = config.gather("memory of the other ranks", self._attach_memory, waits_for_peers=True)
+            self._is_attached = True
+            rail = mapped_rail(self._topology, self._regions.rail, mapped)
+            if wire == "nccl":
+                self._rail = NcclRail(config, gpus)
+            if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
+                self._compiled, self._c_config = _C_cuda, self._native_config(_C_cuda)
+            self._make_launcher(rail)
+            self.summary = self._summary(gpus, rail)
+            self._guard_operations()
+        except BaseException:  # it is raised again
+            self._free_unfinished()
+            raise
+
+    def _agree_on_hardware(self) -> tuple[str, list[str]]:
+        """Choose GPU, wire, multiprocessors and kind of memory. Return the wire, and the GPUs of all ranks.
+
+        If one rank refuses, all learn it here, before any of them waits for the others to allocate.
+        """
+        config, topology = self.config, self._topology
         with config.gather.same_on_all_ranks():
             check_cuda_sizes(topology, config)
-        # If one rank refuses, all learn it here, before any of them waits for the others to allocate.
         with config.gather.same_on_all_ranks():
             wire = wire_of(config)
         gpus = config.gather("GPU", self._find_gpu)
@@ -91,116 +116,113 @@ class CudaEngine(Launches):
         self._rail_sms = config.gather("multiprocessors", partial(self._share_sms, wire, sharing))[topology.rank]
         with config.gather.same_on_all_ranks():
             self._regions = regions_of(config, wire)
-        compiled = self._compiled = self._regions.compiled
-        c = self._c_config = self._native_config(compiled)
-        if config.mask_late_ranks:
-            self.layouts = ("decode",)
+        self._compiled = self._regions.compiled
+        self._c_config = self._native_config(self._compiled)
+        return wire, gpus
 
-        def allocate() -> None:
-            self._regions.allocate()
-            self._regions.memory[: compiled.flag_bytes(c)].zero_()
-            state_bytes = compiled.state_bytes(c, max(self._sms.values()))
-            self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=self._device)
-            self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._counted_rows = self._report[compiled.counted_rows_offset(c) :].view(torch.int64)[
-                : self._num_local_experts
-            ]
-            begin = compiled.reported_message_rows_offset(c)
-            rows = self._report[begin : begin + compiled.message_rows_bytes]
-            self._reported_message_rows = rows.view(torch.int32)
-            wait_for_device(self._device, config.timeout_s)
+    def _allocate_memory(self) -> None:
+        """Take the memory of this rank: what peers reach, what only this rank uses, and what the host reads."""
+        compiled, c = self._compiled, self._c_config
+        self._regions.allocate()
+        self._regions.memory[: compiled.flag_bytes(c)].zero_()
+        state_bytes = compiled.state_bytes(c, max(self._sms.values()))
+        self._state = torch.zeros(state_bytes, dtype=torch.uint8, device=self._device)
+        report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, device="cpu", pin_memory=True)
+        counted_rows = report[compiled.counted_rows_offset(c) :].view(torch.int64)
+        begin = compiled.reported_message_rows_offset(c)
+        message_rows = report[begin : begin + compiled.message_rows_bytes].view(torch.int32)
+        self._report, self._counted_rows = report, counted_rows[: self._num_local_experts]
+        self._reported_message_rows = message_rows
+        wait_for_device(self._device, self.config.timeout_s)
 
-        def attach() -> list[bool]:
-            self._regions.attach()
-            own_flag = self._state.data_ptr() + compiled.state_aborted_offset
-            num_words = compiled.rank_words(c)
-            at_peers = compiled.aborted_offset(c) + 8 * num_words * topology.rank
-            flags = [address + at_peers for address in self._regions.addresses if address]
-            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, num_words, topology.rank)
-            return [address != 0 for address in self._regions.rail]
+    def _attach_memory(self) -> list[bool]:
+        """Map the memory of the other ranks. Return for each node whether the rail peer's is mapped here."""
+        compiled, c = self._compiled, self._c_config
+        self._regions.attach()
+        own_flag = self._state.data_ptr() + compiled.state_aborted_offset
+        num_words = compiled.rank_words(c)
+        at_peers = compiled.aborted_offset(c) + 8 * num_words * self._topology.rank
+        flags = [address + at_peers for address in self._regions.addresses if address]
+        self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, num_words, self._topology.rank)
+        return [address != 0 for address in self._regions.rail]
 
-        is_attached, rail_of_nccl = False, None
+    def _make_launcher(self, rail: list[int]) -> None:
+        """Give all addresses to the compiled engine. rail: those of the rail peers' memory."""
+        self._c = self._compiled.Engine(
+            config=self._c_config,
+            regions=[self._regions.addresses[rank] for rank in self._topology.node_ranks],
+            rail=rail,
+            rail_pes=self._regions.rail_pes,
+            state=self._state.data_ptr(),
+            report=self._report.data_ptr(),
+            timeout_s=self.config.timeout_s,
+            num_sms=max(self._sms.values()),
+        )
+        for layout, num_blocks in self._sms.items():
+            self._c.share_blocks(getattr(self._compiled.Layout, layout), num_blocks, self._rail_sms[layout])
+        if self._rail is not None:
+            self._rail.serve(self._c)
+            self.num_message_rows = self._reported_message_rows.numel()
+
+    def _summary(self, gpus: list[str], rail: list[int]) -> str:
+        """Say what the engine uses: multiprocessors, wires, NVLink."""
+        topology, few, many = self._topology, self._sms["expert"], self._sms["decode"]
+        parts = [f"CUDA engine, {few} multiprocessors" + f" ({many} in decode layout)" * (many != few)]
+        if topology.num_nodes > 1:
+            shares = " or ".join(map(str, sorted(set(self._rail_sms.values()))))
+            parts.append(f"{shares} of them for the {self._regions.wire} wire between nodes")
+        if self._rail is not None:
+            parts.append(f"at most {self.config.nccl_sms} more for NCCL {nccl.version()}")
+        if topology.num_nodes > 1 and self._regions.wire == "NVSHMEM":
+            parts.append(f"{sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink")
+        num_hosts = len({self.config.hosts[rank] for rank in topology.node_ranks})
+        if num_hosts > 1:
+            parts.append(f"NVLink between {num_hosts} hosts of a node")
+        elif len({gpus[rank] for rank in topology.node_ranks}) > 1:
+            parts.append("NVLink within a node")
+        if self.config.why_hosts:
+            parts.append(f"nodes are hosts, not NVLink domains ({self.config.why_hosts})")
+        return ", ".join(parts)
+
+    def _guard_operations(self) -> None:
+        """Look after operations from now on: their errors, late ranks, and a line for each where that is asked for."""
+        self._aborts.named = partial(_late_ranks, self._c)
+        self.health = Health(partial(_abort, self._aborts, self._rail), self.config.timeout_s)
+        self._masks = Masks(self.health)
+        masks = self._masks if self.config.mask_late_ranks else None
+        self._reports = KernelReports(self._c, self.config, self.health, masks, self._rail is not None)
+        self._stuck = None
+        if self._compiled is not _C_cuda:
+            self._stuck = StuckKernels(self._c.late)
+            watch(self.report_stuck_kernel, "ep_dispatcher watch")
+        if self._rail is not None:
+            watch(self.end_late_messages, "ep_dispatcher watch of messages")
+        self._trace = None
+        if envs.trace():
+            self._trace = StreamTrace(Trace(self._topology.rank), self._state, self._read_state)
+
+    def _free_unfinished(self) -> None:
+        """Free what a buffer has taken that could not be made. An exception may keep this object, not its memory."""
         try:
-            self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
-            config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
-            mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
-            is_attached = True
-            if wire == "nccl":
-                rail_of_nccl = NcclRail(config, gpus)
-            self._rail = rail_of_nccl
-            rail = mapped_rail(topology, self._regions.rail, mapped)
-            if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
-                compiled = self._compiled = _C_cuda
-                c = self._c_config = self._native_config(compiled)
-            self._c = compiled.Engine(
-                config=c,
-                regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
-                rail=rail,
-                rail_pes=self._regions.rail_pes,
-                state=self._state.data_ptr(),
-                report=self._report.data_ptr(),
-                timeout_s=config.timeout_s,
-                num_sms=max(self._sms.values()),
-            )
-            if self._rail is not None:
-                self._rail.serve(self._c)
-            few, many = self._sms["expert"], self._sms["decode"]
-            self.summary = f"CUDA engine, {few} multiprocessors" + f" ({many} in decode layout)" * (many != few)
-            if topology.num_nodes > 1:
-                shares = sorted(set(self._rail_sms.values()))
-                self.summary += (
-                    f", {' or '.join(map(str, shares))} of them for the {self._regions.wire} wire between nodes"
-                )
-                if self._rail is not None:
-                    self.summary += f", at most {config.nccl_sms} more for NCCL {nccl.version()}"
-                if self._regions.wire == "NVSHMEM":
-                    self.summary += (
-                        f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
-                    )
-            num_hosts = len({config.hosts[rank] for rank in topology.node_ranks})
-            if num_hosts > 1:
-                self.summary += f", NVLink between {num_hosts} hosts of a node"
-            elif len({gpus[rank] for rank in topology.node_ranks}) > 1:
-                self.summary += ", NVLink within a node"
-            if config.why_hosts:
-                self.summary += f", nodes are hosts, not NVLink domains ({config.why_hosts})"
-            self._aborts.named = partial(_late_ranks, self._c)
-            self.health = Health(partial(_abort, self._aborts, self._rail), config.timeout_s)
-            self._masks = Masks(self.health)
-            self._reports = KernelReports(
-                self._c, config, self.health, self._masks if config.mask_late_ranks else None, wire == "nccl"
-            )
-            self._stuck = None
-            if compiled is not _C_cuda:
-                self._stuck = StuckKernels(self._c.late)
-                watch(self.report_stuck_kernel, "ep_dispatcher watch")
-            if self._rail is not None:
-                watch(self.end_late_messages, "ep_dispatcher watch of messages")
-            self._trace = None
-            if envs.trace():
-                self._trace = StreamTrace(Trace(topology.rank), self._state, self._read_state)
-        except BaseException:  # an exception may keep this object alive, but not its memory
-            try:
-                if is_attached:  # the other ranks may have the buffer already: they must learn that this one left
-                    _abort(self._aborts, rail_of_nccl)
-            finally:
-                regions = self.__dict__.pop("_regions")
-                names = ("_c", "_aborts", "_state", "health", "_reports", "_rail")
-                kept = [self.__dict__.pop(name, None) for name in names]
+            if self._is_attached:  # the other ranks may have the buffer already: they must learn that this one left
+                _abort(self._aborts, self._rail)
+        finally:
+            regions = self.__dict__.pop("_regions")
+            names = ("_c", "_aborts", "_state", "health", "_reports", "_rail")
+            kept = [self.__dict__.pop(name, None) for name in names]
 
-                def free() -> None:
-                    kept.clear()
-                    regions.free(is_sound=False)
+            def free() -> None:
+                kept.clear()
+                regions.free(is_sound=False)
 
-                if is_attached:  # a kernel may still use the memory: that of NCCL's first message, for example
-                    free_when_idle(self._device, free, ABORT_S)
-                else:
-                    kept.clear()
-                    regions.abandon()
-            raise
+            if self._is_attached:  # a kernel may still use the memory: that of NCCL's first message, for example
+                free_when_idle(self._device, free, ABORT_S)
+            else:
+                kept.clear()
+                regions.abandon()
 
     def _native_config(self, compiled: ModuleType) -> Any:
-        c = self._config.cuda_config(compiled.Config())
+        c = self.config.cuda_config(compiled.Config())
         c.rank = self._topology.rank
         return c
 
@@ -213,8 +235,8 @@ class CudaEngine(Launches):
         """Choose the multiprocessors. Return the number that serve the wire, by layout. ``sharing``: its ranks."""
         self.all_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # Kernels wait for messages, so NCCL has to find room beside them, and so has the kernel between two messages.
-        kept = self._config.nccl_sms + 1 if wire == "nccl" else 0
-        given = self._config.num_sms
+        kept = self.config.nccl_sms + 1 if wire == "nccl" else 0
+        given = self.config.num_sms
         # Blocks wait for other ranks, so all have to fit on the GPU: by default those of two buffers, of all its ranks.
         most = self.all_sms // (1 if given else 2 * sharing) - kept
         self._sms = {layout: min(sms, most) for layout, sms in default_sms(given).items()}
@@ -311,7 +333,7 @@ class CudaEngine(Launches):
             state[counters] = kept
             state[compiled.epoch_offset : compiled.epoch_offset + 8].view(torch.int64).fill_(epoch)
             self._report.zero_()
-            self._unreceived = None
+            self.sent = None
             wait_for_device(self._device, self._start_limit_s)
 
         self._masks.unmask(meet, settle, reset)
@@ -370,7 +392,7 @@ class CudaEngine(Launches):
                 wait_for_device(self._device, self._start_limit_s)
                 self._write_traces()
                 self._reports.raise_found(ends=False)
-                self._is_sound = self._unreceived is None
+                self._is_sound = self.sent is None
                 if self._rail is not None:
                     self._rail.is_sound = self._is_sound
         finally:
@@ -380,15 +402,15 @@ class CudaEngine(Launches):
         if self._stuck is not None and not self._is_idle_within(stuck_kernels.GRACE_S):
             _stuck_engines.append(self)
             return
-        free_when_idle(self._device, self._free_memory, self._config.timeout_s)
+        free_when_idle(self._device, self._free_memory, self.config.timeout_s)
 
     def _free_memory(self) -> None:
         """Free what kernels use. None is under way any more."""
         self._aborts.free()
         self._regions.free(self._is_sound)
 
-    def event(self, buffer: Buffer) -> StreamEvent:
-        return StreamEvent(self, buffer)
+    def event(self) -> StreamEvent:
+        return StreamEvent(self)
 
     def synchronize(self) -> None:
         """Wait for the last operation, and raise errors found by operations.
@@ -455,3 +477,24 @@ class CudaEngine(Launches):
                 return False
             time.sleep(SLICE_S)
         return True
+
+
+class StreamEvent(Event):
+    """The event of an operation in a stream. A wait for it may include later operations of the same buffer."""
+
+    def __init__(self, engine: CudaEngine):
+        self._engine = engine
+
+    def wait(self) -> None:
+        self._engine.join()
+
+    def synchronize(self) -> None:
+        """Let the host wait for the operation. Raise the errors that it found late.
+
+        After a ValueError the buffer stays usable if all ranks call this before their next operation.
+        """
+        with self._engine.config.wording:
+            self._engine.synchronize()
+
+    def query(self) -> bool:
+        return self._engine.idle()

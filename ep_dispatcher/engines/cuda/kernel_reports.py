@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher.decode.masks import Masks
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
-from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.errors import PeerTimeoutError, again
 
 

@@ -6,18 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ep_dispatcher.engines.base import Combined, Received
-from ep_dispatcher.handle import Event
+from ep_dispatcher.request import Combined, Received
 from ep_dispatcher.threads import StoreHangs, in_thread
-
-if TYPE_CHECKING:
-    from ep_dispatcher.buffer import Buffer
-    from ep_dispatcher.engines.cuda.engine import CudaEngine
 
 logger = logging.getLogger(__name__)
 
@@ -133,26 +127,5 @@ class Streams:
         """Keep outputs of the buffer's own stream until the caller's stream no longer uses them."""
         assert self._caller is not None  # of an asynchronous operation
         for t in outputs:
-            if t is not None:
+            if t is not None and t.is_cuda:
                 t.record_stream(self._caller)
-
-
-class StreamEvent(Event):
-    """The event of an operation in a stream. A wait for it may include later operations of the same buffer."""
-
-    def __init__(self, engine: CudaEngine, buffer: Buffer):
-        self._engine, self._buffer = engine, buffer
-
-    def wait(self) -> None:
-        self._engine.join()
-
-    def synchronize(self) -> None:
-        """Let the host wait for the operation. Raise the errors that it found late.
-
-        After a ValueError the buffer stays usable if all ranks call this before their next operation.
-        """
-        with self._buffer.errors_explained():
-            self._engine.synchronize()
-
-    def query(self) -> bool:
-        return self._engine.idle()

@@ -22,30 +22,39 @@ from ep_dispatcher.integrations.job_stats import JobSums
 from ep_dispatcher.integrations.megatron import arguments, capacity, limits, registration, routing
 from ep_dispatcher.memory import MAX_TOKENS, bytes_of, default_sms
 from ep_dispatcher.topology import registered_group
+from ep_dispatcher.wording import Wording
 
 logger = logging.getLogger(__name__)
 
 
-class MegatronBuffer(ep.Buffer):
-    """A buffer whose errors speak of Megatron's routing map."""
+class MegatronWording(Wording):
+    """Errors that speak of Megatron's routing map."""
 
     router_topk = 0  # of the first layer
-    has_factor = False  # whether a rank capacity factor limits its rows
+    limit: tuple[int, int] | None = None  # of limits.explained, if a rank capacity factor limits rows
+
+    def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
+        if isinstance(error, ValueError):
+            if self.limit is not None:
+                error = limits.explained(error, *self.limit)
+            error = routing.explained(error, self.router_topk)
+        return super().explained(error)
+
+
+class MegatronBuffer(ep.Buffer):
+    """A buffer of Megatron's layers, which find the plans of recomputes themselves."""
+
+    wording: MegatronWording
     caller_keeps_plans = True
-    plan_text = "layer {}, microbatch {}"
     growth: History  # of the agreements to replace it by a larger one
+
+    def make_wording(self) -> MegatronWording:
+        return MegatronWording("layer {}, microbatch {}")
 
     @property
     def num_choices(self) -> int:
         """The most choices of a rank: tokens x choices of a token. A rank capacity factor is a multiple of it."""
         return self.config.max_tokens_per_rank * self.config.num_topk
-
-    def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
-        if isinstance(error, ValueError):
-            if self.has_factor:
-                error = limits.explained(error, self.num_choices, self.config.num_ranks)
-            error = routing.explained(error, self.router_topk)
-        return super().explained(error)
 
 
 # The last of a list is in use. Older ones stay, although the graphs of backwards in flight keep theirs: replays of CUDA
@@ -95,9 +104,10 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             error.note = note
             raise
         buffer.growth = History(f"ep_dispatcher/grow/{buffer.id}")
-        buffer.router_topk = config.moe_router_topk
-        buffer.has_factor = arguments.rank_capacity_factor(config) is not None
+        buffer.wording.router_topk = config.moe_router_topk
         choices, num_ranks = buffer.num_choices, buffer.config.num_ranks
+        if arguments.rank_capacity_factor(config) is not None:
+            buffer.wording.limit = choices, num_ranks
         buffer.overlook(functools.partial(capacity.note, num_choices=choices, num_ranks=num_ranks))
         if arguments.given(config, "stats_interval"):
             sums.start(buffer)

@@ -23,13 +23,13 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.argument_types import QuantizeBlocks
-from ep_dispatcher.autograd import is_observed
 from ep_dispatcher.errors import TooFewRowsError
 from ep_dispatcher.integrations.megatron import capacity
 from ep_dispatcher.integrations.megatron.buffers import MegatronBuffer
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
+from ep_dispatcher.observers import is_observed
 
 
 @dataclass(frozen=True, eq=False)

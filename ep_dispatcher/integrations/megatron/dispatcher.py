@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, recompute
+from ep_dispatcher.buffer import find_buffer
 from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, margins
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.float8 import Quantized
@@ -113,7 +114,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
             )
         else:
-            self.buffer, (_, microbatch) = cast(buffers.MegatronBuffer, planned.buffer), planned.where
+            self.buffer, (_, microbatch) = (
+                cast(buffers.MegatronBuffer, find_buffer(planned.engine.config.buffer_id)),
+                planned.where,
+            )
             self._where = f"{layer}, microbatch {microbatch}"
         waited = self._shared_experts_wait()
         self._note()
@@ -173,7 +177,9 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Keep a new plan, or those of the parts, for a recompute."""
         if recompute.is_expected():
             topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
-            recompute.keep(self, recompute.Kept(self.buffer, topk_idx, (self.layer_number or 0, microbatch), handles))
+            recompute.keep(
+                self, recompute.Kept(self.buffer.live_engine(), topk_idx, (self.layer_number or 0, microbatch), handles)
+            )
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor

@@ -21,6 +21,7 @@ from ep_dispatcher.integrations.megatron import float8, graphs, limits, registra
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
+from ep_dispatcher.moe.matrices import LINE_BYTES
 
 if TYPE_CHECKING:
     from ep_dispatcher.integrations.megatron.experts import Experts
@@ -275,8 +276,8 @@ def _why_not_weights(ours: Experts) -> str | None:
     if device.type == "cuda":
         if dtype not in DTYPES_ON_GPU:
             return f"params_dtype is {dtype}"
-        if any(w.shape[1] * dtype.itemsize % grouped_gemm.LINE_BYTES for w in (w1[0], w2[0])):
-            return f"rows of its weights are no multiple of {grouped_gemm.LINE_BYTES} bytes"
+        if any(w.shape[1] * dtype.itemsize % LINE_BYTES for w in (w1[0], w2[0])):
+            return f"rows of its weights are no multiple of {LINE_BYTES} bytes"
     if ours.config.gradient_accumulation_fusion and hasattr(w1[0], "grad_added_to_main_grad") and ours.ddp() is None:
         return "its gradients are not those of Megatron's DistributedDataParallel"
     return None

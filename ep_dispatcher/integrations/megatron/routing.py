@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, engines
-from ep_dispatcher.autograd import is_observed, plain_apply
 from ep_dispatcher.errors import UnknownExpertError
+from ep_dispatcher.observers import is_observed, plain_apply
 from ep_dispatcher.plain import plain
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None

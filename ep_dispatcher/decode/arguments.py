@@ -1,7 +1,4 @@
-"""Decode layout: a place for every row that an expert may get, so that no shape depends on counts. Without gradients.
-
-operation.py asks this module about arguments and results for ``layout="decode"`` and for handles of that layout.
-"""
+"""What only decode layout takes, and what it refuses: ``layout="decode"``, and handles of that layout."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ep_dispatcher import checks, float8
 from ep_dispatcher.argument_types import ScaleFormat
-from ep_dispatcher.engines.base import CombineRequest, DispatchRequest, EngineConfig, Received
+from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.plain import writable
+from ep_dispatcher.request import CombineRequest
 
 SCALE_FORMATS = get_args(ScaleFormat)
 
@@ -73,21 +70,6 @@ def check_dispatch(
     return num_rows
 
 
-def rows_by_expert(
-    config: EngineConfig, request: DispatchRequest, received: Received
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the rows of a dispatch as [num_local_experts, rows, hidden], with scales by column if there are any."""
-    rows, scales = received.rows, received.scales
-    rows = rows.view(config.num_local_experts, rows.shape[0] // config.num_local_experts, rows.shape[1])
-    if scales is None:
-        return rows
-    if scales.dim() == 2:  # the CPU engine writes them by row, and is complete
-        scales = scales if scales.dtype == torch.float32 else scales.view(torch.int32)
-        scales = scales.view(*rows.shape[:2], scales.shape[1])
-        scales = float8.column_major(float8.packed_exponents(scales) if request.packs_scales else scales)
-    return (rows, scales) if scales.dtype == torch.int32 else float8.QuantizedRows(rows, scales)
-
-
 def combine_request(
     config: EngineConfig,
     device: str,
@@ -108,16 +90,16 @@ def combine_request(
         checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), device)
         writable("out", out)
     sums = out.detach() if out is not None and _takes_sums(out, y) else None
-    rows = y.reshape(-1, config.hidden)
-    return CombineRequest(rows, handle.plan, None, handle.num_tokens, "decode", weights, return_hook, sums)
-
-
-def complete_out(sums: Tensor, out: Tensor) -> None:
-    """Bring the sums of a combine to the caller's memory, unless they are there."""
-    if sums.data_ptr() != out.data_ptr():
-        out.detach().copy_(sums)
-    elif not out.is_inference():  # inference tensors count no changes
-        increment_version(out)
+    return CombineRequest(
+        y=y.reshape(-1, config.hidden),
+        plan=handle.plan,
+        num_tokens=handle.num_tokens,
+        layout="decode",
+        message_rows=handle.message_rows,
+        weights=weights,
+        sends_only=return_hook,
+        out=sums,
+    )
 
 
 def _takes_sums(out: Tensor, y: Tensor) -> bool:

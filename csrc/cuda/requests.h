@@ -1,0 +1,184 @@
+// Reads requests of Python (ep_dispatcher/request.py), and the tensors of their results, as arguments of the engine.
+// This file knows Python's names of fields; the engine does not.
+#pragma once
+#include <string>
+#include <string_view>
+
+#include "bindings.h"
+#include "cuda/engine.h"
+
+namespace ep::cuda {
+
+// Names of attributes and methods of Python. Each is made once: to look one up by a C string makes a new str each time.
+// They are never freed, because Python may end before this module does.
+struct Names {
+  using Name = const pybind11::object;
+  static pybind11::object made(const char* name) {
+    return pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name));
+  }
+  static const Names& get() {
+    static const Names* const names = new Names;
+    return *names;
+  }
+  // Fields of DispatchRequest and CombineRequest.
+  Name rows = made("rows"), scales = made("scales"), topk_idx = made("topk_idx"), topk_weights = made("topk_weights"),
+       plan = made("plan"), message_rows = made("message_rows"), layout = made("layout"),
+       expert_alignment = made("expert_alignment"), num_rows = made("num_rows"), quantize = made("quantize"),
+       label = made("label"), packs_scales = made("packs_scales"), y = made("y"), num_tokens = made("num_tokens"),
+       weights = made("weights");
+  // Fields of Received and Combined that are no fields of requests.
+  Name tokens_per_expert = made("tokens_per_expert"), rows_per_expert = made("rows_per_expert"), x = made("x");
+  // Methods of tensors.
+  Name data_ptr = made("data_ptr"), get_device = made("get_device"), size = made("size"),
+       element_size = made("element_size"), device = made("device");
+};
+
+inline pybind11::object checked(PyObject* result) {
+  if (result == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(result);
+}
+inline pybind11::object field(pybind11::handle object, const pybind11::object& name) {
+  return checked(PyObject_GetAttr(object.ptr(), name.ptr()));
+}
+inline int64_t as_int(const pybind11::object& value) {
+  const int64_t number = PyLong_AsLongLong(value.ptr());
+  if (number == -1 && PyErr_Occurred()) throw pybind11::error_already_set();
+  return number;
+}
+inline int64_t int_field(pybind11::handle object, const pybind11::object& name) { return as_int(field(object, name)); }
+inline std::string_view text_field(pybind11::handle object, const pybind11::object& name) {
+  const pybind11::object text = field(object, name);  // a string that the request keeps alive
+  if (text.is_none()) return {};
+  const char* const characters = PyUnicode_AsUTF8(text.ptr());
+  if (characters == nullptr) throw pybind11::error_already_set();
+  return characters;
+}
+
+// One tensor, or None.
+class TensorRef {
+ public:
+  TensorRef(pybind11::handle owner, const pybind11::object& name) : tensor_(field(owner, name)) {}
+
+  explicit operator bool() const { return !tensor_.is_none(); }
+  int64_t size(int dimension) const {
+    const pybind11::int_ number(dimension);
+    return as_int(checked(PyObject_CallMethodOneArg(tensor_.ptr(), Names::get().size.ptr(), number.ptr())));
+  }
+  int element_size() const { return static_cast<int>(call(Names::get().element_size)); }
+  // Return the address: null for None, and never null for a tensor without elements.
+  template <class T>
+  T* address() const {
+    constexpr Address kAny = 64;
+    if (!*this) return nullptr;
+    const Address address = static_cast<Address>(call(Names::get().data_ptr));
+    return pointer<T>(address != 0 ? address : kAny);
+  }
+  // Refuse a tensor of another device than the engine's, which `argument` has brought.
+  const TensorRef& on(int device, const char* argument) const {
+    if (!*this || call(Names::get().get_device) == device) return *this;
+    const std::string given = pybind11::str(field(tensor_, Names::get().device));
+    const std::string allowed = "tensors on cuda:" + std::to_string(device);
+    pybind11::module_::import("ep_dispatcher.checks").attr("fail")(argument, "a tensor on " + given, allowed);
+    return *this;  // never: fail() raises
+  }
+
+ private:
+  int64_t call(const pybind11::object& method) const {
+    return as_int(checked(PyObject_CallMethodNoArgs(tensor_.ptr(), method.ptr())));
+  }
+  pybind11::object tensor_;
+};
+
+inline Layout layout_of(pybind11::handle request) {
+  const std::string_view layout = text_field(request, Names::get().layout);
+  return layout == "rank" ? Layout::kRank : layout == "expert" ? Layout::kExpert : Layout::kDecode;
+}
+
+// Return the numbers of messages between nodes, or null where no host knows them.
+inline const MessageRows* message_rows_of(pybind11::handle owner) {
+  const auto* rows = TensorRef(owner, Names::get().message_rows).address<const MessageRows>();
+  return rows && rows->known ? rows : nullptr;
+}
+
+// Return the plan of a request: the one that it gives, or that of its result.
+inline int32_t* plan_of(pybind11::handle request, pybind11::handle result) {
+  int32_t* const given = TensorRef(request, Names::get().plan).address<int32_t>();
+  return given ? given : TensorRef(result, Names::get().plan).address<int32_t>();
+}
+
+// Return whether the host waits for the counts of a dispatch.
+inline bool waits_for_counts(pybind11::handle request) {
+  const Names& names = Names::get();
+  return field(request, names.plan).is_none() && int_field(request, names.num_rows) < 0;
+}
+
+// Read a DispatchRequest and its Received. In the first of two launches `received` may have no rows yet. ValueError for
+// a tensor of another device.
+inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received,
+                                  int device) {
+  const Names& names = Names::get();
+  DispatchArgs args;
+  args.layout = layout_of(request);
+  args.expert_alignment = static_cast<int32_t>(int_field(request, names.expert_alignment));
+  args.label = static_cast<int32_t>(int_field(request, names.label));
+  args.packs_scales = field(request, names.packs_scales).ptr() == Py_True;
+  args.num_blocks = engine.blocks(args.layout).num_blocks;
+  args.rail_blocks = engine.blocks(args.layout).rail_blocks;
+  args.wait_ns = engine.wait_ns(Operation::kDispatch);
+
+  // What this rank sends.
+  const TensorRef rows(request, names.rows), scales(request, names.scales);
+  const std::string_view quantize = text_field(request, names.quantize);
+  args.rows = rows.on(device, "x").address<const char>();
+  args.scales = scales.on(device, "x[1]").address<const float>();
+  args.topk_idx = TensorRef(request, names.topk_idx).on(device, "topk_idx").address<const int64_t>();
+  args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
+  TensorRef(request, names.plan).on(device, "handle");
+  args.num_tokens = static_cast<int32_t>(rows.size(0));
+  const auto hidden = static_cast<uint32_t>(rows.size(1));
+  args.quantizes = !quantize.empty();
+  args.powers_of_two = quantize == "e4m3_1x128_pow2";
+  args.row_bytes = hidden * (args.quantizes ? 1 : rows.element_size());
+  if (args.quantizes || scales) {
+    args.scale_bytes = (hidden + kScaleBlock - 1) / kScaleBlock * sizeof(float);
+    args.scale_size = args.quantizes ? (quantize == "mxfp8" ? 1 : 4) : scales.element_size();
+  }
+
+  // What it receives.
+  const TensorRef out_rows(received, names.rows), counts(received, names.tokens_per_expert);
+  if (args.layout == Layout::kDecode) {
+    args.out_counts = counts.address<int32_t>();
+  } else {
+    args.out_tokens_per_expert = counts.address<int64_t>();
+    args.out_rows_per_expert = TensorRef(received, names.rows_per_expert).address<int64_t>();
+  }
+  args.num_rows = static_cast<int32_t>(out_rows ? out_rows.size(0) : int_field(request, names.num_rows));
+  args.out_rows = out_rows.address<char>();
+  args.out_scales = TensorRef(received, names.scales).address<float>();
+  args.out_weights = TensorRef(received, names.topk_weights).address<float>();
+  args.out_topk_idx = TensorRef(received, names.topk_idx).address<int64_t>();
+  args.message_rows = message_rows_of(request);
+  if (!args.message_rows) args.message_rows = message_rows_of(received);
+  return args;
+}
+
+// Read a CombineRequest and its Combined. ValueError for a tensor of another device.
+inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined, int device) {
+  const Names& names = Names::get();
+  const Layout layout = layout_of(request);
+  CombineArgs args;
+  args.y = TensorRef(request, names.y).on(device, "y").address<const char>();
+  args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
+  args.combine_weights = TensorRef(request, names.weights).on(device, "weights").address<const float>();
+  TensorRef(request, names.plan).on(device, "handle");
+  args.num_tokens = static_cast<int32_t>(int_field(request, names.num_tokens));
+  args.out = TensorRef(combined, names.x).address<char>();
+  args.out_weights = TensorRef(combined, names.topk_weights).address<float>();
+  args.wait_ns = engine.wait_ns(Operation::kCombine);
+  args.num_blocks = engine.blocks(layout).num_blocks;
+  args.rail_blocks = engine.blocks(layout).rail_blocks;
+  args.message_rows = message_rows_of(request);
+  return args;
+}
+
+}  // namespace ep::cuda

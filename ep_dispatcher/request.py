@@ -1,0 +1,148 @@
+"""What an engine is asked for, and the tensors that it returns. arguments.py has checked what is in a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher.argument_types import Quantize
+from ep_dispatcher.plain import is_plain, plain
+
+
+# Every operation makes a request, so it is no frozen dataclass, which takes four times as long to make. But for
+# make_plain nobody changes one.
+@dataclass(eq=False)
+class DispatchRequest:
+    """One dispatch. In a backward its tensors follow from those of the forward pass."""
+
+    rows: Tensor  # [num_tokens, hidden]
+    scales: Tensor | None = None  # [num_tokens, checks.num_scales]
+    topk_idx: Tensor | None = None  # int64 (int32 before make_plain) [num_tokens, num_topk]; None: the plan is given
+    topk_weights: Tensor | None = None  # float32 [num_tokens, num_topk]
+    plan: Tensor | None = None  # of an earlier dispatch; None: make a new one
+    message_rows: Tensor | None = None  # of that plan: Received.message_rows
+    layout: str = "expert"
+    expert_alignment: int = 1
+    num_rows: int = -1  # of the output; -1: as many as arrive
+    quantize: Quantize | None = None  # bfloat16 rows travel as ep_dispatcher.quantize makes them
+    label: int = 0  # the caller's number, for the error of rows that do not fit and for counts
+    sends_only: bool = False  # Engine.receive will complete the operation
+    packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
+
+    @property
+    def makes_plan(self) -> bool:
+        return self.plan is None
+
+    @property
+    def waits_for_counts(self) -> bool:
+        """Whether the host waits for the number of rows before it allocates the output."""
+        return self.plan is None and self.num_rows < 0
+
+    def tensors(self) -> tuple[tuple[str, Tensor | None], ...]:
+        """Return the tensors, each with the name of the argument that it comes from."""
+        return (
+            ("x", self.rows),
+            ("x[1]", self.scales),
+            ("topk_idx", self.topk_idx),
+            ("topk_weights", self.topk_weights),
+            ("handle", self.plan),
+        )
+
+    def special(self) -> tuple[object, ...]:
+        """Return the fields that a compiler or a transform may have replaced: tensors, and sizes."""
+        tensors = self.rows, self.scales, self.topk_idx, self.topk_weights, self.plan, self.message_rows
+        return *tensors, self.expert_alignment, self.num_rows
+
+    def make_plain(self) -> None:
+        """Replace what engines cannot read by address, by a copy that they can read; topk_idx becomes int64."""
+        if not is_plain(self.rows):
+            self.rows = plain("x", self.rows)
+        if self.scales is not None and not is_plain(self.scales):
+            self.scales = plain("x[1]", self.scales)
+        if self.topk_weights is not None and not is_plain(self.topk_weights):
+            self.topk_weights = plain("topk_weights", self.topk_weights)
+        if self.plan is not None and not is_plain(self.plan):
+            self.plan = plain("handle", self.plan)
+        if self.topk_idx is not None:
+            if not is_plain(self.topk_idx):
+                self.topk_idx = plain("topk_idx", self.topk_idx)
+            if self.topk_idx.dtype != torch.int64:
+                self.topk_idx = self.topk_idx.long()
+
+
+@dataclass(eq=False)
+class CombineRequest:
+    """One combine."""
+
+    y: Tensor  # [rows, hidden]
+    plan: Tensor
+    num_tokens: int  # of the output
+    layout: str = "expert"  # of the plan
+    topk_weights: Tensor | None = None  # float32 [rows], or [rows, num_topk] in rank layout
+    message_rows: Tensor | None = None  # of the plan: Received.message_rows
+    weights: Tensor | None = None  # decode layout: float32 [num_tokens, num_topk]
+    sends_only: bool = False  # Engine.receive will complete the operation
+    out: Tensor | None = None  # contiguous memory for the sums, not that of y; None: new memory
+
+    def tensors(self) -> tuple[tuple[str, Tensor | None], ...]:
+        """Return the tensors to be read, each with the name of the argument that it comes from."""
+        return ("y", self.y), ("handle", self.plan), ("topk_weights", self.topk_weights), ("weights", self.weights)
+
+    def special(self) -> tuple[object, ...]:
+        """Return the fields that a compiler or a transform may have replaced: tensors, and a size."""
+        return self.y, self.plan, self.topk_weights, self.message_rows, self.num_tokens
+
+    def make_plain(self) -> None:
+        """Replace what engines cannot read by address, by a copy that they can read."""
+        if not is_plain(self.y):
+            self.y = plain("y", self.y)
+        if not is_plain(self.plan):
+            self.plan = plain("handle", self.plan)
+        if self.topk_weights is not None and not is_plain(self.topk_weights):
+            self.topk_weights = plain("topk_weights", self.topk_weights)
+        if self.weights is not None and not is_plain(self.weights):
+            self.weights = plain("weights", self.weights)
+
+
+class Received(NamedTuple):
+    """The tensors of one dispatch; None for those that were not asked for."""
+
+    rows: Tensor
+    # In decode layout an engine may already return [num_local_experts, rows, columns], as in DispatchOutput.
+    scales: Tensor | None
+    topk_weights: Tensor | None
+    topk_idx: Tensor | None
+    tokens_per_expert: Tensor  # int64; in decode layout an engine may return int32, here and in rows_per_expert
+    rows_per_expert: Tensor
+    plan: Tensor | None  # a new plan; None when the plan was given
+    # Of a new plan, int32 on the CPU: how many rows go to each node and come from it, where messages between nodes are
+    # posted by a host that knows them. None if it does not, and for wires that need no such numbers.
+    message_rows: Tensor | None = None
+    rows_on_host: Tensor | None = None  # of a new plan, as in Handle
+    anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
+
+
+class Planned(NamedTuple):
+    """What a dispatch writes before its rows: fields of Received, and None in place of the others."""
+
+    tokens_per_expert: Tensor
+    rows_per_expert: Tensor
+    plan: Tensor | None
+    rows: None = None
+    scales: None = None
+    topk_weights: None = None
+    topk_idx: None = None
+    message_rows: None = None
+
+
+PlannedOrReceived = Planned | Received
+
+
+class Combined(NamedTuple):
+    """The tensors of one combine."""
+
+    x: Tensor  # [num_tokens, hidden]
+    topk_weights: Tensor | None  # [num_tokens, num_topk]; None when none were given
