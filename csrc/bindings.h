@@ -27,9 +27,9 @@ inline void bind_types(pybind11::module_& m) {
       .value("decode", Layout::kDecode);
 }
 
-// Bind the sizes of a buffer of the CUDA engine. The module of the CPU engine has them too, because it is always built.
-inline pybind11::class_<cuda::Config> bind_cuda_config(pybind11::module_& m, const char* name) {
-  using cuda::Config;
+// Bind an engine's Config, with the sizes that all have.
+template <class Config>
+pybind11::class_<Config> bind_sizes(pybind11::module_& m, const char* name) {
   pybind11::class_<Config> bound(m, name, pybind11::module_local());
   bound.def(pybind11::init<>())
       .def_readwrite("rank", &Config::rank)
@@ -40,8 +40,15 @@ inline pybind11::class_<cuda::Config> bind_cuda_config(pybind11::module_& m, con
       .def_readwrite("max_tokens", &Config::max_tokens)
       .def_readwrite("hidden", &Config::hidden)
       .def_readwrite("dtype", &Config::dtype)
-      .def_readwrite("masks", &Config::masks)
-      .def_readwrite("plans_directly", &Config::plans_directly)
+      .def_readwrite("masks", &Config::masks);
+  return bound;
+}
+
+// Bind that of the CUDA engine. The module of the CPU engine has it too, because it is always built.
+inline pybind11::class_<cuda::Config> bind_cuda_config(pybind11::module_& m, const char* name) {
+  using cuda::Config;
+  auto bound = bind_sizes<Config>(m, name);
+  bound.def_readwrite("plans_directly", &Config::plans_directly)
       .def_readwrite("log_token_chunk", &Config::log_token_chunk)
       .def_readwrite("log_sum_chunk", &Config::log_sum_chunk)
       .def_readwrite("window_chunk", &Config::window_chunk)

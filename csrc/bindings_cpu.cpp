@@ -106,21 +106,11 @@ PYBIND11_MODULE(_C_cpu, m) {
 
   ep::bind_types(m);
 
-  py::class_<Config>(m, "Config", py::module_local())
-      .def(py::init<>())
-      .def_readwrite("rank", &Config::rank)
+  ep::bind_sizes<Config>(m, "Config")
       .def_readwrite("rank_at", &Config::rank_at)
-      .def_readwrite("num_nodes", &Config::num_nodes)
-      .def_readwrite("ranks_per_node", &Config::ranks_per_node)
       .def_readwrite("node", &Config::node)
       .def_readwrite("local_rank", &Config::local_rank)
-      .def_readwrite("num_experts", &Config::num_experts)
-      .def_readwrite("num_topk", &Config::num_topk)
-      .def_readwrite("max_tokens", &Config::max_tokens)
-      .def_readwrite("hidden", &Config::hidden)
-      .def_readwrite("dtype", &Config::dtype)
-      .def_readwrite("spin_us", &Config::spin_us)
-      .def_readwrite("masks", &Config::masks);
+      .def_readwrite("spin_us", &Config::spin_us);
 
   py::enum_<AbortReason>(m, "AbortReason").value("waited", kWaitedInVain).value("left", kLeft);
   m.attr("DISPATCH") = Call::kDispatch;

@@ -40,23 +40,43 @@ struct OthersRun {
   }
 };
 
-// Launch a dispatch, or one of its two launches, with the tensors of a request and of its result.
-template <bool kStages, bool kPulls>
+using ep::cuda::DecodeLaunch, ep::cuda::Launch;
+
+// Launch an operation, or a part of it, with the tensors of a request and of its result.
+template <Launch kPart>
 void launch_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle received, int device, Address stream) {
   ep::cuda::DispatchArgs args = ep::cuda::read_dispatch(engine, request, received, device);
-  if (ep::cuda::waits_for_counts(request)) args.ticket = kStages ? engine.next_ticket() : engine.ticket();
+  if (kPart == Launch::kPlanAndStage) args.ticket = engine.next_ticket();
+  if (kPart == Launch::kPull) args.ticket = engine.ticket();
   int32_t* const plan = ep::cuda::plan_of(request, received);
   const OthersRun others_run(engine);
-  engine.dispatch(args, plan, kStages, kPulls, pointer<CUstream_st>(stream));
+  engine.dispatch(args, plan, kPart, pointer<CUstream_st>(stream));
 }
 
-template <bool kPushes, bool kReduces>
 void launch_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, int device,
                     Address stream) {
   const ep::cuda::CombineArgs args = ep::cuda::read_combine(engine, request, combined, device);
   int32_t* const plan = ep::cuda::plan_of(request, combined);
   const OthersRun others_run(engine);
-  engine.combine(args, plan, kPushes, kReduces, pointer<CUstream_st>(stream));
+  engine.combine(args, plan, pointer<CUstream_st>(stream));
+}
+
+template <DecodeLaunch kPart>
+void launch_decode_dispatch(const ep::cuda::Engine& engine, py::handle request, py::handle received, int device,
+                            Address stream) {
+  const ep::cuda::DecodeDispatchArgs args = ep::cuda::read_decode_dispatch(engine, request, received, device);
+  int32_t* const plan = ep::cuda::plan_of(request, received);
+  const OthersRun others_run(engine);
+  engine.decode_dispatch(args, plan, kPart, pointer<CUstream_st>(stream));
+}
+
+template <DecodeLaunch kPart>
+void launch_decode_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, int device,
+                           Address stream) {
+  const ep::cuda::DecodeCombineArgs args = ep::cuda::read_decode_combine(engine, request, combined, device);
+  int32_t* const plan = ep::cuda::plan_of(request, combined);
+  const OthersRun others_run(engine);
+  engine.decode_combine(args, plan, kPart, pointer<CUstream_st>(stream));
 }
 
 }  // namespace
@@ -182,15 +202,19 @@ PYBIND11_MODULE(EP_MODULE, m) {
            }),
            py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"), py::arg("state"),
            py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"))
-      // All of these take a request, its result, the index of the engine's device, and a stream. A dispatch is one
-      // launch, or two: `plan_and_stage`, and `pull` once the host knows the counts, or the hook is called.
-      .def("dispatch", launch_dispatch<true, true>)
-      .def("plan_and_stage", launch_dispatch<true, false>)
-      .def("pull", launch_dispatch<false, true>)
-      // A combine is one launch; with a hook it is two: `push` sends the partial sums, `reduce` sums them.
-      .def("push", launch_combine<true, false>)
-      .def("reduce", launch_combine<false, true>)
-      .def("combine", launch_combine<true, true>)
+      // All of these take a request, its result, the index of the engine's device, and a stream. If the host waits for
+      // the counts a dispatch is two launches: `plan_and_stage`, and `pull` once its outputs are there.
+      .def("dispatch", launch_dispatch<Launch::kWhole>)
+      .def("plan_and_stage", launch_dispatch<Launch::kPlanAndStage>)
+      .def("pull", launch_dispatch<Launch::kPull>)
+      .def("combine", launch_combine)
+      // In decode layout. With a hook an operation is two launches: the hook receives.
+      .def("decode_dispatch", launch_decode_dispatch<DecodeLaunch::kWhole>)
+      .def("decode_dispatch_send", launch_decode_dispatch<DecodeLaunch::kSend>)
+      .def("decode_dispatch_receive", launch_decode_dispatch<DecodeLaunch::kReceive>)
+      .def("decode_combine", launch_decode_combine<DecodeLaunch::kWhole>)
+      .def("decode_combine_send", launch_decode_combine<DecodeLaunch::kSend>)
+      .def("decode_combine_receive", launch_decode_combine<DecodeLaunch::kReceive>)
       .def("compare_routing",
            [](const Engine& e, Address planned, Address given, int num_tokens, std::pair<int, int> where,
               Address stream) {

@@ -138,9 +138,6 @@ class Planned(NamedTuple):
     message_rows: None = None
 
 
-PlannedOrReceived = Planned | Received
-
-
 class Combined(NamedTuple):
     """The tensors of one combine."""
 

@@ -159,7 +159,7 @@ struct Wire {
 #include "cuda/rail/long_puts.cuh"
 
 int main(int, char** argv) {
-  using ep::cuda::EP_KERNELS::LongPuts;
+  using ep::cuda::LongPuts;
   random_bits.seed(std::atoi(argv[1]));
   const int shared_bytes = std::atoi(argv[2]), num_puts = std::atoi(argv[3]);
   constexpr size_t kMemory = 1 << 20;

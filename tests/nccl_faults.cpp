@@ -260,7 +260,7 @@ void make_comm(bool destroys, bool drops) {
 }
 
 void make_messages() {
-  BufferContext context{};
+  Context context{};
   context.timeout_ns = kLimitMs * 1000000ull;
   printf("result: %s\n", result_of([&] { Messages(context, std::make_shared<NcclComm>()); }).c_str());
 }

@@ -266,8 +266,8 @@ def test_nvcc_compiles_what_has_changed(fake):
     """A kernel by itself, all for a header; for other flags of the linker nothing."""
     fake()
     every = fake.objects
-    assert {"bindings_cuda.cpp", "combine.cu", "engine.cpp"} <= set(every)
-    for change, expected in (("cuda/combine/combine.cu", ["combine.cu"]), ("cuda/engine.h", every)):
+    assert {"bindings_cuda.cpp", "combine_one_node.cu", "engine.cpp"} <= set(every)
+    for change, expected in (("cuda/combine/combine_one_node.cu", ["combine_one_node.cu"]), ("cuda/engine.h", every)):
         (fake.copy / "csrc" / change).write_text("// changed")
         assert "_C_cuda" in fake()[1] and fake.objects == expected
     assert fake(LDFLAGS="-s")[1] == ["_C_cpu", "_C_cuda"] and fake.objects == []

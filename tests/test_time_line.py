@@ -103,7 +103,7 @@ def test_roles_are_those_of_the_kernels():
     dispatch, pipeline = (
         (ROOT / f"csrc/cuda/{name}.cuh").read_text() for name in ("dispatch/dispatch", "combine/pipeline")
     )
-    threads = re.search(r"kPullThreads = (\d+), kStageThreads = kDirect \? (\d+)", dispatch).groups()
+    threads = re.search(r"kPullThreads = (\d+);.*?kStageThreads = [^?]+\? (\d+)", dispatch, re.DOTALL).groups()
     assert [int(number) // 32 for number in threads] == [len(warps) for warps in script.ROLES["dispatch"].values()]
     numbers = [int(re.search(rf"k{name}Warps = (\d+)", pipeline)[1]) for name in ("Issuing", "Summing")]
     roles = script.ROLES["combine"]
@@ -122,8 +122,8 @@ def test_without_stamps_nothing_is_compiled(tmp_path, define, reads):
     source.write_text("""
 #include "cuda/context.h"
 using namespace ep::cuda;
-struct Op { const BufferContext& context; unsigned long long epoch; };
-__global__ void kernel(const __grid_constant__ BufferContext context) { stamp(Op{context, 3}, Step::kComplete); }
+struct Op { const Context& context; unsigned long long epoch; };
+__global__ void kernel(const __grid_constant__ Context context) { stamp(Op{context, 3}, Step::kComplete); }
 """)
     flags = ["-std=c++17", "-gencode=arch=compute_90a,code=compute_90a", "--expt-relaxed-constexpr"]
     flags += [f"-I{ROOT / 'csrc'}"]

@@ -162,9 +162,9 @@ inline void fence_before_bulk() {}
 inline uint64_t nanoseconds() { return now_ns(); }
 }  // namespace ep::ptx
 
-#include "cuda/context.cuh"
+#include "cuda/op.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 // Stores at the rail peer, whose memory is mapped.
 struct Wire {
   const Context& context;
@@ -175,12 +175,12 @@ struct Wire {
                        value);
   }
 };
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda
 
 #include "cuda/sync/wait.cuh"
 
 using namespace ep::cuda;
-using namespace ep::cuda::EP_KERNELS;
+using namespace ep::cuda;
 
 namespace {
 
@@ -245,7 +245,7 @@ bool wait_in_warp(Rank& rank, Phase phase, const std::vector<Awaited>& awaited) 
   std::atomic<bool> all{true};
   Warp warp;
   warp.run([&] {
-    const Op op{rank.context, Operation::kCombine, 1, 0, 1};
+    const Op<Kernels::kSeveralNodes> op{rank.context, Operation::kCombine, 1, 0, 1};
     const unsigned lane = threadIdx.x;
     const Awaited mine = lane < awaited.size() ? awaited[lane] : Awaited{};
     const uint64_t* flag = mine.rank < 0 ? nullptr : rank.context.own.listed + mine.rank;
@@ -255,7 +255,7 @@ bool wait_in_warp(Rank& rank, Phase phase, const std::vector<Awaited>& awaited) 
 }
 
 bool wait_for_word(Rank& rank, Phase phase, int about, int pause_ms) {
-  const Op op{rank.context, Operation::kCombine, 1, 0, 1};
+  const Op<Kernels::kSeveralNodes> op{rank.context, Operation::kCombine, 1, 0, 1};
   const Tagged* const word = rank.context.own.called + about;
   const uint64_t since = ep::ptx::nanoseconds();
   while (ep::ptx::load_acquire(&word->epoch) < op.epoch) {

@@ -4,33 +4,21 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/types.h"
+#include "common/sizes.h"
 
 namespace ep::cpu {
 
 // One buffer: the same on every rank, except `rank`, `node` and `local_rank`.
-struct Config {
+struct Config : Sizes {
   int rank = 0;              // this rank in the group
   std::vector<int> rank_at;  // [num_nodes, ranks_per_node] the rank at (node, local rank), ascending in a node
-  int num_nodes = 1;
-  int ranks_per_node = 1;
-  int node = 0;        // of this rank
-  int local_rank = 0;  // of this rank, in its node
-  int num_experts = 1;
-  int num_topk = 1;
-  int max_tokens = 1;  // tokens a rank may bring to one dispatch
-  int hidden = 1;      // elements of a row
-  DType dtype = DType::kBFloat16;
-  int spin_us = 50;    // a waiting rank spins this long before it sleeps
-  bool masks = false;  // late ranks are masked, and the others go on. With one node, of at most 32 ranks
+  int node = 0;              // of this rank
+  int local_rank = 0;        // of this rank, in its node
+  int spin_us = 50;          // a waiting rank spins this long before it sleeps
 
-  int num_ranks() const { return num_nodes * ranks_per_node; }
-  int num_local_experts() const { return num_experts / num_ranks(); }
   // Decode layout: return the rows of a local expert's group, and of the output.
   int rows_per_group() const { return num_ranks() * max_tokens; }
   int64_t decode_rows() const { return int64_t{num_local_experts()} * rows_per_group(); }
-  size_t row_bytes() const { return hidden * size_of(dtype); }
-  size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Return how many slots one token has on one rank of a node. With masks each rank of the node has its own: a masked
   // rank may still write there.
   int max_partials() const { return masks || ranks_per_node < num_topk ? ranks_per_node : num_topk; }

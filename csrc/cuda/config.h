@@ -3,37 +3,32 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/cursor.h"
-#include "common/types.h"
-
-// The kernels are compiled for several nodes, for one node (dispatch_one_node.cu, combine_one_node.cu), for dispatches
-// that make a direct plan (dispatch_direct.cu), and with extras for all of these (dispatch_extras.cu,
-// combine_extras.cu). Shorter code starts sooner. The `extras` build adds masking and wait timing. Few launches use
-// these, and they cost registers.
-#if defined(EP_WITH_EXTRAS)
-#define EP_KERNELS extras
-#define EP_KIND kExtras
-#elif defined(EP_DIRECT)
-#define EP_KERNELS direct
-#define EP_KIND kDirect
-#elif defined(EP_ONE_NODE)
-#define EP_KERNELS one_node
-#define EP_KIND kOneNode
-#else
-#define EP_KERNELS several_nodes
-#define EP_KIND kSeveralNodes
-#define EP_ONE_COPY __noinline__  // of what many kinds of warps call: later ones find it in the caches
-#endif
-#ifndef EP_ONE_COPY
-#define EP_ONE_COPY
-#endif
+#include "common/sizes.h"
 
 namespace ep::cuda {
 
-enum class Kernels { kSeveralNodes, kOneNode, kDirect, kExtras };
-constexpr Kernels kKernels = Kernels::EP_KIND;
-constexpr bool kExtras = kKernels == Kernels::kExtras, kDirect = kKernels == Kernels::kDirect;
-constexpr bool kOneNode = kKernels == Kernels::kOneNode || kDirect;
+// The builds of the kernels, as a template argument. Each is instantiated in files of its own (dispatch_one_node.cu,
+// for example). Shorter code starts sooner, so there is a build for one node, and in decode one for direct plans.
+// Timing and masks cost registers, and few launches use them: they have builds that serve any number of nodes.
+enum class Kernels {
+  kOneNode,
+  kSeveralNodes,
+  kTimed,  // adds up the time of waits
+  // Decode layout (decode/):
+  kDecode,        // one node, with an ordinary plan or that of a handle
+  kDecodeDirect,  // one node, makes a direct plan
+  kDecodeSeveralNodes,
+  kDecodeExtras  // masks late ranks, and adds up the time of waits
+};
+constexpr bool is_for_one_node(Kernels kernels) {
+  return kernels == Kernels::kOneNode || kernels == Kernels::kDecode || kernels == Kernels::kDecodeDirect;
+}
+constexpr bool has_several_nodes(Kernels kernels) {
+  return kernels == Kernels::kSeveralNodes || kernels == Kernels::kDecodeSeveralNodes;
+}
+constexpr bool measures_waits(Kernels kernels) {
+  return kernels == Kernels::kTimed || kernels == Kernels::kDecodeExtras;
+}
 
 // Limits of a buffer. Only addresses of peers and sets of ranks in registers have room for so many.
 constexpr int kMaxLocal = 72;   // ranks of one node
@@ -63,18 +58,12 @@ EP_HOST_DEVICE constexpr size_t tagged_sum_words(size_t row_bytes) {
   return round_up(row_bytes, kLine) / kTaggedSumBytes;
 }
 
-// Sizes of one buffer, the same on all ranks, except `rank`. Ranks are numbered by node: those of a node are adjacent.
-struct Config {
+// What the host says of one buffer, the same on all ranks, except `rank`. Ranks are numbered by node: those of a node
+// are adjacent. Kernels read it in a Context, which also has the results of its functions.
+struct Config : Sizes {
   int rank = 0;
-  int num_nodes = 1;
-  int ranks_per_node = 1;  // ranks with mutual access to memory
-  int num_experts = 1;
-  int num_topk = 1;
-  int max_tokens = 1;  // tokens of one rank in one dispatch, at most
-  int hidden = 1;
-  DType dtype = DType::kBFloat16;
-  bool masks = false;  // late ranks are masked, and the others go on. Only with plans_directly
-  // Whether new plans are direct plans (direct.cuh). Only with one node, few tokens and at most 32 columns.
+  // Whether new plans of decode layout are direct plans (decode/direct.cuh). Only with one node, few tokens and at most
+  // 32 columns. Needed for masks.
   bool plans_directly = false;
   // Tokens per chunk flag, as powers of two (Shape of memory.py): for staged rows; for sums sent between nodes.
   int log_token_chunk = 10, log_sum_chunk = 9;
@@ -82,7 +71,6 @@ struct Config {
   int window_chunk = 1;   // [tokens] of a chunk
   int window_chunks = 1;  // chunks with slots
 
-  EP_HOST_DEVICE int num_ranks() const { return num_nodes * ranks_per_node; }
   EP_HOST_DEVICE int node_of(int r) const { return r / ranks_per_node; }
   EP_HOST_DEVICE int local_of(int r) const { return r % ranks_per_node; }
   EP_HOST_DEVICE int num_others() const { return num_nodes - 1; }  // other nodes
@@ -95,7 +83,6 @@ struct Config {
   EP_HOST_DEVICE int rank_words() const { return num_ranks() / 64 + 1; }
   // Return the minimum number of rail blocks: with a warp for each relay, and one for a sender.
   int least_rail_blocks() const { return num_nodes == 1 ? 0 : (num_nodes + kRailWarps - 1) / kRailWarps; }
-  EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks(); }
   // Return the maximum number of local experts of one token.
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
   // Return the number of int16 per token in Region::choices: num_topk, rounded up to whole vectors.
@@ -128,10 +115,8 @@ struct Config {
   EP_HOST_DEVICE int max_pushed_chunks() const { return max_far_chunks() + max_own_chunks(); }
 
   // Sizes for the host. Kernels find them in Context.
-  size_t row_bytes() const { return hidden * size_of(dtype); }
   size_t slot_stride() const { return row_stride(row_bytes()); }
   size_t scale_bytes() const { return (hidden + kScaleBlock - 1) / kScaleBlock * sizeof(float); }
-  size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Return the number of int32 per item (item.cuh): token, number of copies, a value per copy, a byte per copy.
   int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }
   // Return the number of int32 per token in a table (Plan::tables).

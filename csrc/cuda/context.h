@@ -1,4 +1,4 @@
-// Parameters of every kernel of one buffer. Kernels read them as a Context (context.cuh).
+// Parameters of every kernel of one buffer.
 #pragma once
 #include "cuda/config.h"
 #include "cuda/device/stamps.h"
@@ -30,7 +30,7 @@ struct WireData {
 };
 
 // Written by the host once per buffer, except wait_ns; a parameter of each launch, read by all threads.
-struct BufferContext {
+struct Context {
   Config config;
   int node, local;                               // of this rank
   int num_ranks, num_local_experts, max_copies;  // copies of Config's results, as below: kernels need no division
@@ -51,6 +51,31 @@ struct BufferContext {
   uint64_t* stamps;    // of the launch, for `stamp` (stamps.h); or null
   int stamped_blocks;  // blocks of an operation in `stamps`
 #endif
+
+  // [host] [thread] Return the index of node `n` in an array by node that has no entry for `self`, or for the own node.
+  EP_HOST_DEVICE int index_without(int n, int self) const { return n - (n > self); }
+  EP_HOST_DEVICE int other_node_idx(int n) const { return index_without(n, node); }
+  // [host] [thread] Return this rank's rail peer on node `n`.
+  EP_HOST_DEVICE int rail_peer(int n) const { return n * config.ranks_per_node + local; }
+
+  // [host] [thread] Return this rank's array for its rail peer on node `n`: local_rail_buffer(n, &RailArrays::sums).
+  // The array holds data to send, or received data.
+  template <class T>
+  EP_HOST_DEVICE T* local_rail_buffer(int n, T* RailArrays::* array) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other_node_idx(n) * own.rail_bytes);
+  }
+  // [thread] Return the rail peer's array for this rank, as the address of a put: the address of the same place in the
+  // own region.
+  template <class T>
+  EP_HOST_DEVICE T* remote_rail_buffer(int n, T* RailArrays::* array) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + index_without(node, n) * own.rail_bytes);
+  }
+
+  // [thread] Return whether the rail peer's region on node `n` is mapped here. Then rows and sums go directly there,
+  // without staging on this side.
+  EP_HOST_DEVICE bool maps(int n) const { return wire.mapped >> n & 1; }
+  // [host] Return whether that is so on all other nodes, or there is none.
+  bool maps_all() const { return wire.mapped == config.all_nodes(); }
 };
 
 }  // namespace ep::cuda

@@ -78,22 +78,53 @@ bool Engine::has_captured_messages() const { return messages_ && messages_->has_
 
 uint64_t Engine::message_bytes() const { return messages_ ? messages_->bytes() : 0; }
 
-void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
-  const bool extras = args.wait_ns || context_.config.masks;
+void Engine::dispatch(const DispatchArgs& args, int32_t* plan, Launch part, cudaStream_t stream) const {
   if (messages_) messages_->follow(stream);
-  const bool makes_plan = args.topk_idx && (stages || args.ticket != 0);
-  if (makes_plan && context_.config.plans_directly && !extras)
-    launch_dispatch<Kernels::kDirect>(args, plan, stages, pulls, stream);
+  if (args.wait_ns)
+    launch_dispatch<Kernels::kTimed>(args, plan, part, stream);
+  else if (context_.config.num_nodes == 1)
+    launch_dispatch<Kernels::kOneNode>(args, plan, part, stream);
   else
-    with_kernels(extras, [&](auto kernels) { launch_dispatch<kernels.value>(args, plan, stages, pulls, stream); });
-  if (messages_) messages_->dispatch(args, stages, pulls, stream);
+    launch_dispatch<Kernels::kSeveralNodes>(args, plan, part, stream);
+  if (messages_) messages_->dispatch(args, part, stream);
 }
 
-void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
-  const bool extras = args.wait_ns || context_.config.masks;
+void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const {
   if (messages_) messages_->follow(stream);
-  with_kernels(extras, [&](auto kernels) { launch_combine<kernels.value>(args, plan, pushes, reduces, stream); });
-  if (messages_) messages_->combine(args, pushes, reduces, stream);
+  if (args.wait_ns)
+    launch_combine<Kernels::kTimed>(args, plan, stream);
+  else if (context_.config.num_nodes == 1)
+    launch_combine<Kernels::kOneNode>(args, plan, stream);
+  else
+    launch_combine<Kernels::kSeveralNodes>(args, plan, stream);
+  if (messages_) messages_->combine(args, stream);
+}
+
+void Engine::decode_dispatch(const DecodeDispatchArgs& args, int32_t* plan, DecodeLaunch part,
+                             cudaStream_t stream) const {
+  const Config& config = context_.config;
+  if (messages_) messages_->follow(stream);
+  if (args.wait_ns || config.masks)
+    launch_decode_dispatch<Kernels::kDecodeExtras>(args, plan, part, stream);
+  else if (config.num_nodes > 1)
+    launch_decode_dispatch<Kernels::kDecodeSeveralNodes>(args, plan, part, stream);
+  else if (config.plans_directly && args.topk_idx && part != DecodeLaunch::kReceive)
+    launch_decode_dispatch<Kernels::kDecodeDirect>(args, plan, part, stream);
+  else
+    launch_decode_dispatch<Kernels::kDecode>(args, plan, part, stream);
+  if (messages_) messages_->decode_dispatch(args, part, stream);
+}
+
+void Engine::decode_combine(const DecodeCombineArgs& args, int32_t* plan, DecodeLaunch part,
+                            cudaStream_t stream) const {
+  if (messages_) messages_->follow(stream);
+  if (args.wait_ns || context_.config.masks)
+    launch_decode_combine<Kernels::kDecodeExtras>(args, plan, part, stream);
+  else if (context_.config.num_nodes > 1)
+    launch_decode_combine<Kernels::kDecodeSeveralNodes>(args, plan, part, stream);
+  else
+    launch_decode_combine<Kernels::kDecode>(args, plan, part, stream);
+  if (messages_) messages_->decode_combine(args, part, stream);
 }
 
 int64_t Engine::wait_for_counts(double slice_s) const {

@@ -1,12 +1,11 @@
-// The CUDA engine of one rank, called by Python. `dispatch` and `combine` launch one kernel on the given stream and do
-// not wait for the device. A dispatch is one launch, or two where Python needs the counts to allocate the outputs:
-// stage, [wait_for_counts], pull. With a hook (return_hook), dispatch and combine are two launches: the hook makes the
-// second one.
+// The CUDA engine of one rank, called by Python. An operation launches one kernel on the given stream and does not wait
+// for the device. A dispatch is one launch, or two where Python needs the counts to allocate the outputs: stage,
+// [wait_for_counts], pull. Decode layout has operations of its own (decode/). With a hook (return_hook) they are two
+// launches: the hook makes the second one.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "cuda/context.h"
@@ -14,14 +13,13 @@
 
 namespace ep::cuda {
 
-// One dispatch. All addresses are of device memory.
-struct DispatchArgs {
-  const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: use the plan of a handle
-  const float* topk_weights = nullptr;  // [num_tokens, num_topk] or null
-  const char* rows = nullptr;     // [num_tokens, row_bytes]; with `quantizes` bfloat16 [num_tokens, 2 * row_bytes]
-  const float* scales = nullptr;  // [num_tokens, scale_bytes / 4] or null; with `quantizes` null
-  bool quantizes = false;         // turn bfloat16 rows into float8 with scales while staging
-  bool powers_of_two = false;     // with `quantizes`, float32 scales: round them up to powers of two
+// What every dispatch has, in training and in decode layout. All addresses are of device memory.
+struct RowArgs {
+  const int64_t* topk_idx = nullptr;  // [num_tokens, num_topk]; null: use the plan of a handle
+  const char* rows = nullptr;         // [num_tokens, row_bytes]; with `quantizes` bfloat16 [num_tokens, 2 * row_bytes]
+  const float* scales = nullptr;      // [num_tokens, scale_bytes / 4] or null; with `quantizes` null
+  bool quantizes = false;             // turn bfloat16 rows into float8 with scales while staging
+  bool powers_of_two = false;         // with `quantizes`, float32 scales: round them up to powers of two
   uint32_t row_bytes = 0, scale_bytes = 0;  // of one output row, and of its scales (0: none), which move as words
   uint32_t scale_size = 4;                  // of one scale: 4 (float32), or 1 (e8m0 of MXFP8, four in a word)
   int32_t num_tokens = 0;
@@ -29,27 +27,38 @@ struct DispatchArgs {
   Layout layout = Layout::kExpert;  // of the plan, new or old
   int32_t expert_alignment = 1;     // of the plan, new or old
   int32_t num_rows = -1;            // rows of the output; -1: unknown until counted
-  // Value for Report::counted once the rows are counted, in both launches of a counted dispatch; 0: they are not
-  // counted.
-  uint64_t ticket = 0;
+  int32_t label = 0;                // the caller's number, for the error of rows that do not fit
 
-  char* out_rows = nullptr;                  // [num_rows, row_bytes]
-  float* out_scales = nullptr;               // [num_rows, scale_bytes / 4]
-  float* out_weights = nullptr;              // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
-  int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; expert layout null
-  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]; null in decode layout, as the next
-  int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
-  // Decode layout only. out_scales is [num_local_experts, scale_bytes / 4, rows_per_group] there, or with packs_scales
-  // int32 [num_local_experts, scale_bytes / 16, rows_per_group]: four exponents, the first one in the low byte.
-  int32_t* out_counts = nullptr;  // [num_local_experts] tokens of each expert
-  bool packs_scales = false;
+  char* out_rows = nullptr;  // [num_rows, row_bytes]
+  float* out_scales = nullptr;
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
   int32_t num_blocks = 0;      // of a launch: at most the num_sms of state_bytes()
   int32_t rail_blocks = 0;     // the last ones of them, for the rail; 0 with one node
-  int32_t label = 0;           // the caller's number, for the error of rows that do not fit
   // NCCL wire: those of the plan, in host memory, so messages of this launch are exact; null: they have all tokens that
   // the buffer is for
   const MessageRows* message_rows = nullptr;
+};
+
+// One dispatch in expert or rank layout. out_scales is [num_rows, scale_bytes / 4].
+struct DispatchArgs : RowArgs {
+  const float* topk_weights = nullptr;  // [num_tokens, num_topk] or null
+  // Value for Report::counted once the rows are counted, in both launches of a counted dispatch; 0: they are not
+  // counted.
+  uint64_t ticket = 0;
+  float* out_weights = nullptr;              // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
+  int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; expert layout null
+  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts], as the next
+  int64_t* out_rows_per_expert = nullptr;
+};
+
+// One dispatch in decode layout, which has no weights and no padding, and whose host waits for no counts.
+// out_scales is [num_local_experts, scale_bytes / 4, rows_per_group], or with packs_scales int32
+// [num_local_experts, scale_bytes / 16, rows_per_group]: four exponents, the first one in the low byte.
+struct DecodeDispatchArgs : RowArgs {
+  DecodeDispatchArgs() { layout = Layout::kDecode; }
+
+  int32_t* out_counts = nullptr;  // [num_local_experts] tokens of each expert
+  bool packs_scales = false;
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.
@@ -57,20 +66,41 @@ inline uint32_t metadata_bytes(const Config& config, const DispatchArgs& args) {
   const size_t weights = args.topk_weights ? round_up(config.weights_bytes(), kVector) : 0;
   return static_cast<uint32_t>(round_up(args.scale_bytes, kVector) + weights);
 }
+inline uint32_t metadata_bytes(const Config&, const DecodeDispatchArgs& args) {
+  return static_cast<uint32_t>(round_up(args.scale_bytes, kVector));
+}
 
-// One combine. All addresses are of device memory.
-struct CombineArgs {
-  const char* y = nullptr;                 // [num_rows, row_bytes]
-  const float* topk_weights = nullptr;     // as DispatchArgs::out_weights, or null
-  const float* combine_weights = nullptr;  // decode layout: [num_tokens, num_topk] weights of own tokens; else null
-  char* out = nullptr;                     // [num_tokens, row_bytes]
-  float* out_weights = nullptr;            // [num_tokens, num_topk], or null
+// What every combine has. All addresses are of device memory.
+struct SumArgs {
+  const char* y = nullptr;  // [num_rows, row_bytes]
+  char* out = nullptr;      // [num_tokens, row_bytes]
   int32_t num_tokens = 0;
-  int64_t* wait_ns = nullptr;  // as in DispatchArgs, as are the next three
+  int64_t* wait_ns = nullptr;  // as in RowArgs, as are the next three
   int32_t num_blocks = 0;
   int32_t rail_blocks = 0;
   const MessageRows* message_rows = nullptr;
 };
+
+// One combine with a plan of expert or rank layout.
+struct CombineArgs : SumArgs {
+  const float* topk_weights = nullptr;  // as DispatchArgs::out_weights, or null
+  float* out_weights = nullptr;         // [num_tokens, num_topk], or null
+};
+
+// One combine with a plan of decode layout.
+struct DecodeCombineArgs : SumArgs {
+  const float* combine_weights = nullptr;  // [num_tokens, num_topk] weights of own tokens
+};
+
+// The launches of a dispatch: one, or two where the host needs the counts to make the outputs.
+enum class Launch {
+  kWhole,
+  kPlanAndStage,  // the first of two
+  kPull           // the second of two
+};
+// The launches of an operation in decode layout: one, or with a hook two. All tensors of the caller are read in the
+// first one, and all its outputs are written in the second one.
+enum class DecodeLaunch { kWhole, kSend, kReceive };
 
 // A routing, to be compared with that of a plan. All addresses are of device memory.
 struct RoutingComparison {
@@ -103,13 +133,14 @@ class Engine {
   // [host] Return the bytes of all messages enqueued so far; 0 without messages.
   uint64_t message_bytes() const;
 
-  // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
-  // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, except
-  // that only the second one has the outputs and num_rows.
-  void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
-  // [host] Launch a combine with the plan of a dispatch: with `pushes` its partial sums, with `reduces` the rest, with
-  // both all in one launch. Two launches of one combine get the same arguments.
-  void combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
+  // [host] Launch a dispatch, or a part of it. `plan` is written if there is a topk_idx, else read. Two launches of one
+  // dispatch get the same arguments, except that only the second one has the outputs and num_rows.
+  void dispatch(const DispatchArgs& args, int32_t* plan, Launch part, cudaStream_t stream) const;
+  // [host] Launch a combine with the plan of a dispatch.
+  void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
+  // [host] The same in decode layout. Two launches of one operation get the same arguments.
+  void decode_dispatch(const DecodeDispatchArgs& args, int32_t* plan, DecodeLaunch part, cudaStream_t stream) const;
+  void decode_combine(const DecodeCombineArgs& args, int32_t* plan, DecodeLaunch part, cudaStream_t stream) const;
 
   // Blocks of a launch: all of them, and the last ones of these, which serve the wire between nodes.
   struct Blocks {
@@ -147,25 +178,21 @@ class Engine {
   }
 
  private:
-  // [host] Call `launch(kernels)`; `kernels.value` are those to launch.
-  template <class Launch>
-  void with_kernels(bool extras, const Launch& launch) const {
-    if (extras)
-      launch(std::integral_constant<Kernels, Kernels::kExtras>{});
-    else if (context_.config.num_nodes == 1)
-      launch(std::integral_constant<Kernels, Kernels::kOneNode>{});
-    else
-      launch(std::integral_constant<Kernels, Kernels::kSeveralNodes>{});
-  }
-  // [host] Launch a kernel of these. Each function is defined where its kernels are compiled.
+  // [host] Launch a kernel of these. Each function is instantiated in the file that compiles its kernels.
   template <Kernels>
-  void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
+  void launch_dispatch(const DispatchArgs& args, int32_t* plan, Launch part, cudaStream_t stream) const;
   template <Kernels>
-  void launch_combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
+  void launch_combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
+  template <Kernels>
+  void launch_decode_dispatch(const DecodeDispatchArgs& args, int32_t* plan, DecodeLaunch part,
+                              cudaStream_t stream) const;
+  template <Kernels>
+  void launch_decode_combine(const DecodeCombineArgs& args, int32_t* plan, DecodeLaunch part,
+                             cudaStream_t stream) const;
 
   // [host] Return the context of one launch. `is_second`: of two of its operation.
-  BufferContext context_of(int64_t* wait_ns, [[maybe_unused]] bool is_second) const {
-    BufferContext context = context_;
+  Context context_of(int64_t* wait_ns, [[maybe_unused]] bool is_second) const {
+    Context context = context_;
     context.wait_ns = wait_ns;
 #ifdef EP_STAMPS
     if (is_second && context.stamps)
@@ -174,30 +201,12 @@ class Engine {
     return context;
   }
 
-  // [host] Return whether rows and sums go directly to all other nodes, or there is none.
-  bool is_direct() const { return context_.wire.mapped == context_.config.all_nodes(); }
-
-  BufferContext context_;
+  Context context_;
   std::shared_ptr<Messages> messages_;  // NCCL wire; else null
   Blocks blocks_[3];                    // by layout
   int64_t* wait_ns_[2] = {};            // by operation
   uint64_t ticket_ = 0;                 // of the last counted dispatch
 };
-
-template <>
-void Engine::launch_dispatch<Kernels::kSeveralNodes>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
-template <>
-void Engine::launch_dispatch<Kernels::kOneNode>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
-template <>
-void Engine::launch_dispatch<Kernels::kDirect>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
-template <>
-void Engine::launch_dispatch<Kernels::kExtras>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
-template <>
-void Engine::launch_combine<Kernels::kSeveralNodes>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
-template <>
-void Engine::launch_combine<Kernels::kOneNode>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
-template <>
-void Engine::launch_combine<Kernels::kExtras>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
 
 // [host] Return the bytes of pinned memory for the reports of one rank.
 inline size_t report_bytes(const Config& config) {

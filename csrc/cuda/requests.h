@@ -106,22 +106,14 @@ inline int32_t* plan_of(pybind11::handle request, pybind11::handle result) {
   return given ? given : TensorRef(result, Names::get().plan).address<int32_t>();
 }
 
-// Return whether the host waits for the counts of a dispatch.
-inline bool waits_for_counts(pybind11::handle request) {
+// Read what every dispatch has from a DispatchRequest and its Received. In the first of two launches `received` may
+// have no rows yet. ValueError for a tensor of another device.
+inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::handle received, int device,
+                      RowArgs& args) {
   const Names& names = Names::get();
-  return field(request, names.plan).is_none() && int_field(request, names.num_rows) < 0;
-}
-
-// Read a DispatchRequest and its Received. In the first of two launches `received` may have no rows yet. ValueError for
-// a tensor of another device.
-inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received,
-                                  int device) {
-  const Names& names = Names::get();
-  DispatchArgs args;
   args.layout = layout_of(request);
   args.expert_alignment = static_cast<int32_t>(int_field(request, names.expert_alignment));
   args.label = static_cast<int32_t>(int_field(request, names.label));
-  args.packs_scales = field(request, names.packs_scales).ptr() == Py_True;
   args.num_blocks = engine.blocks(args.layout).num_blocks;
   args.rail_blocks = engine.blocks(args.layout).rail_blocks;
   args.wait_ns = engine.wait_ns(Operation::kDispatch);
@@ -132,7 +124,6 @@ inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request
   args.rows = rows.on(device, "x").address<const char>();
   args.scales = scales.on(device, "x[1]").address<const float>();
   args.topk_idx = TensorRef(request, names.topk_idx).on(device, "topk_idx").address<const int64_t>();
-  args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
   TensorRef(request, names.plan).on(device, "handle");
   args.num_tokens = static_cast<int32_t>(rows.size(0));
   const auto hidden = static_cast<uint32_t>(rows.size(1));
@@ -145,39 +136,66 @@ inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request
   }
 
   // What it receives.
-  const TensorRef out_rows(received, names.rows), counts(received, names.tokens_per_expert);
-  if (args.layout == Layout::kDecode) {
-    args.out_counts = counts.address<int32_t>();
-  } else {
-    args.out_tokens_per_expert = counts.address<int64_t>();
-    args.out_rows_per_expert = TensorRef(received, names.rows_per_expert).address<int64_t>();
-  }
+  const TensorRef out_rows(received, names.rows);
   args.num_rows = static_cast<int32_t>(out_rows ? out_rows.size(0) : int_field(request, names.num_rows));
   args.out_rows = out_rows.address<char>();
   args.out_scales = TensorRef(received, names.scales).address<float>();
-  args.out_weights = TensorRef(received, names.topk_weights).address<float>();
-  args.out_topk_idx = TensorRef(received, names.topk_idx).address<int64_t>();
   args.message_rows = message_rows_of(request);
   if (!args.message_rows) args.message_rows = message_rows_of(received);
+}
+
+inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received,
+                                  int device) {
+  const Names& names = Names::get();
+  DispatchArgs args;
+  read_rows(engine, request, received, device, args);
+  args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
+  args.out_weights = TensorRef(received, names.topk_weights).address<float>();
+  args.out_topk_idx = TensorRef(received, names.topk_idx).address<int64_t>();
+  args.out_tokens_per_expert = TensorRef(received, names.tokens_per_expert).address<int64_t>();
+  args.out_rows_per_expert = TensorRef(received, names.rows_per_expert).address<int64_t>();
   return args;
 }
 
-// Read a CombineRequest and its Combined. ValueError for a tensor of another device.
+inline DecodeDispatchArgs read_decode_dispatch(const Engine& engine, pybind11::handle request,
+                                               pybind11::handle received, int device) {
+  const Names& names = Names::get();
+  DecodeDispatchArgs args;
+  read_rows(engine, request, received, device, args);
+  args.packs_scales = field(request, names.packs_scales).ptr() == Py_True;
+  args.out_counts = TensorRef(received, names.tokens_per_expert).address<int32_t>();
+  return args;
+}
+
+// Read what every combine has from a CombineRequest and its Combined. ValueError for a tensor of another device.
+inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::handle combined, int device,
+                      SumArgs& args) {
+  const Names& names = Names::get();
+  const Engine::Blocks& blocks = engine.blocks(layout_of(request));
+  args.y = TensorRef(request, names.y).on(device, "y").address<const char>();
+  TensorRef(request, names.plan).on(device, "handle");
+  args.out = TensorRef(combined, names.x).address<char>();
+  args.num_tokens = static_cast<int32_t>(int_field(request, names.num_tokens));
+  args.wait_ns = engine.wait_ns(Operation::kCombine);
+  args.num_blocks = blocks.num_blocks;
+  args.rail_blocks = blocks.rail_blocks;
+  args.message_rows = message_rows_of(request);
+}
+
 inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined, int device) {
   const Names& names = Names::get();
-  const Layout layout = layout_of(request);
   CombineArgs args;
-  args.y = TensorRef(request, names.y).on(device, "y").address<const char>();
+  read_sums(engine, request, combined, device, args);
   args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
-  args.combine_weights = TensorRef(request, names.weights).on(device, "weights").address<const float>();
-  TensorRef(request, names.plan).on(device, "handle");
-  args.num_tokens = static_cast<int32_t>(int_field(request, names.num_tokens));
-  args.out = TensorRef(combined, names.x).address<char>();
   args.out_weights = TensorRef(combined, names.topk_weights).address<float>();
-  args.wait_ns = engine.wait_ns(Operation::kCombine);
-  args.num_blocks = engine.blocks(layout).num_blocks;
-  args.rail_blocks = engine.blocks(layout).rail_blocks;
-  args.message_rows = message_rows_of(request);
+  return args;
+}
+
+inline DecodeCombineArgs read_decode_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined,
+                                             int device) {
+  DecodeCombineArgs args;
+  read_sums(engine, request, combined, device, args);
+  args.combine_weights = TensorRef(request, Names::get().weights).on(device, "weights").address<const float>();
   return args;
 }
 

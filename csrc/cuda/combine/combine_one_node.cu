@@ -1,3 +1,8 @@
-// The kernel of combine for one node (config.h).
-#define EP_ONE_NODE
-#include "cuda/combine/combine.cu"
+// The combine kernel for one node (config.h).
+#include "cuda/combine/launch.cuh"
+
+namespace ep::cuda {
+
+template void Engine::launch_combine<Kernels::kOneNode>(const CombineArgs&, int32_t*, cudaStream_t) const;
+
+}  // namespace ep::cuda

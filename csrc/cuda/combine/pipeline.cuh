@@ -14,25 +14,20 @@
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/warp.cuh"
 
-namespace ep::cuda::EP_KERNELS {
-
-// Whether there is code for CombineParams::adds_own_rows. Between nodes it made all combines slower.
-constexpr bool kAddsOwnRows = kOneNode || kExtras;
+namespace ep::cuda {
 
 // One sum of rows, or of a piece of each row.
 struct alignas(16) Task {
-  char* to;  // address of the sum; null: no sum
-  const void*
-      combine_weights;  // memory with the combine weights of its addends (Pipeline::combine_weights); null: it has none
-  uint32_t bytes;       // of the sum; 0: no sum
+  char* to;        // address of the sum; null: no sum
+  uint32_t bytes;  // of the sum; 0: no sum
   int32_t
       progress_flag;  // of the sum; before summing, the team's warps count themselves in for all lower progress flags
-  int16_t first_smem_stage;  // of its rows; the others follow
-  int16_t source;            // the rank that has written the combine weights
-  int8_t num_rows;           // number of addends, at most kMaxTopk
-  int8_t num_own;            // addends that are this rank's rows: if there are several, their sum is rounded first
-  int8_t first_own;          // the first of these
-  bool stops;                // the last task of its team
+  int16_t first_smem_stage;   // of its rows; the others follow
+  int16_t weights_from = -1;  // decode layout: the rank whose combine weights the rows are multiplied by; -1: none
+  int8_t num_rows;            // number of addends, at most kMaxTopk
+  int8_t num_own;             // addends that are this rank's rows: if there are several, their sum is rounded first
+  int8_t first_own;           // the first of these
+  bool stops;                 // the last task of its team
 };
 
 struct Pipeline {
@@ -62,28 +57,22 @@ struct Pipeline {
   int num_smem_stages;
   uint32_t smem_stage_bytes;
   // Four kinds of mbarriers. A round of each ends when:
-  uint64_t* full;        // [kQueue] the rows of the task have landed, and the task has its combine weights, if any
+  uint64_t* full;        // [kQueue] the rows of the task have landed
   uint64_t* empty;       // [kQueue] its team has read them, so its smem stages are free
   uint64_t* prepared;    // [kBatches] the batch is in the queue
   uint64_t* issued;      // [kBatches] its loads are issued, so its place in `batches` and `addends` is free
   Batch* batches;        // [kBatches]
   Task* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
-  // [kQueue, max_addends] of the rows of each task: first the index of the row's combine weight in
-  // Task::combine_weights, then the combine weight, float.
-  int32_t* combine_weights;
-  bool has_combine_weights;  // whether this launch has any; else `combine_weights` has no room
   int max_addends;
   int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a task
 
   // [host] Lay the pipeline out, or measure it.
-  static Pipeline carve(Cursor& c, int num_smem_stages, uint32_t smem_stage_bytes, int max_addends,
-                        bool has_combine_weights) {
+  static Pipeline carve(Cursor& c, int num_smem_stages, uint32_t smem_stage_bytes, int max_addends) {
     Pipeline p;
     p.num_smem_stages = num_smem_stages;
     p.smem_stage_bytes = smem_stage_bytes;
     p.max_addends = max_addends;
-    p.has_combine_weights = has_combine_weights;
     static_assert(kMaxTopk <= 32 * kIssuingWarps, "a lane per addend");
     for (p.log_lanes = 0; kIssuingWarps << p.log_lanes < max_addends;) ++p.log_lanes;
     p.smem_stages = c.take<char>(static_cast<size_t>(num_smem_stages) * smem_stage_bytes, kLine);
@@ -94,26 +83,24 @@ struct Pipeline {
     p.issued = p.prepared + kBatches;
     p.batches = c.take<Batch>(kBatches);
     p.addends = c.take<const char*>(kBatches * kBatch * max_addends);
-    p.combine_weights = c.take<int32_t>(has_combine_weights ? kQueue * max_addends : 0);
     return p;
   }
 
   // [thread] Return the pipeline in the shared memory of a block. The arrays of this one are offsets.
   __device__ Pipeline in(char* shared) const {
     Pipeline p = *this;
-    set_base(shared, p.smem_stages, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends,
-             p.combine_weights);
+    set_base(shared, p.smem_stages, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends);
     return p;
   }
 
   // [block] Initialise the mbarriers, once per launch: called by all warps but the first one, which may wait for peers
   // meanwhile. A barrier of the block must follow. Lanes of one warp initialise mbarriers one after the other, 28 ns
-  // each on H200: deal them out to the warps.
-  __device__ void init(int num_teams) const {
+  // each on H200: deal them out to the warps. An issuing warp arrives so many times for each task.
+  __device__ void init(int num_teams, int arrivals_of_issuer = 1) const {
     constexpr int kWarps = kThreads / 32 - 1;
     for (int i = threadIdx.x % 32 * kWarps + threadIdx.x / 32 - 1; i < 2 * (kQueue + kBatches); i += 32 * kWarps) {
       uint64_t* const barrier = full + i;
-      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * (has_combine_weights ? 2 : 1)
+      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * arrivals_of_issuer
                                  : barrier < prepared ? kSummingWarps / num_teams
                                  : barrier < issued   ? 1
                                                       : kIssuingWarps);
@@ -121,10 +108,6 @@ struct Pipeline {
     ptx::fence_barrier_init();
   }
 
-  // [thread] Return the combine weights of the task at a place of the queue.
-  __device__ const float* combine_weights_of(int place) const {
-    return reinterpret_cast<const float*>(combine_weights + place * max_addends);
-  }
   // [thread] Return smem stage i of the ring; i may be up to one turn ahead.
   __device__ char* smem_stage(int i) const {
     return smem_stages + static_cast<size_t>(i >= num_smem_stages ? i - num_smem_stages : i) * smem_stage_bytes;
@@ -140,11 +123,11 @@ struct Preparer {
   int num_tasks = 0, num_batches = 0;
   int next_smem_stage = 0;
 
-  // [warp] Queue `num` tasks as one batch: lane i < num passes the i-th, and `fill(to, combine_weights)` writes its
-  // addends, and with combine weights their indices. Sum `bytes` of each addend, from `offset` on. Wait until the
-  // second last batch is issued. Then its place is free, and so are the places of the tasks: by the limits above, tasks
-  // kQueue before them are done. Call `ready()` when all is written: after true the rows are loaded. After false
-  // nothing is queued; return false.
+  // [warp] Queue `num` tasks as one batch: lane i < num passes the i-th, and `fill(to, place)` writes its addends;
+  // `place` is that of the task in the queue. Sum `bytes` of each addend, from `offset` on. Wait until the second last
+  // batch is issued. Then its place is free, and so are the places of the tasks: by the limits above, tasks kQueue
+  // before them are done. Call `ready()` when all is written: after true the rows are loaded. After false nothing is
+  // queued; return false.
   template <class Fill, class Ready>
   __device__ bool prepare(const Task& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill,
                           const Ready& ready) {
@@ -161,8 +144,7 @@ struct Preparer {
       task.first_smem_stage = static_cast<int16_t>((next_smem_stage + end - task.num_rows) % pipeline.num_smem_stages);
       const int in_queue = QueueRing::place(num_tasks + lane);
       pipeline.queue[in_queue] = task;
-      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends,
-           pipeline.combine_weights + in_queue * pipeline.max_addends);
+      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends, in_queue);
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
     if (!ready()) return false;
@@ -196,14 +178,14 @@ struct Preparer {
     Task task{};
     task.progress_flag = progress_flag;
     task.stops = stops;
-    prepare(task, num_teams, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
+    prepare(task, num_teams, 0, 0, [](const char**, int) {}, [] { return true; });
   }
 
   // [warp] Stop the teams and the issuing warps, after all queued tasks. Reach no further progress flag. As the other
   // functions here, wait only for places in the queue.
   __device__ void end() {
     reach(0, true);
-    prepare(Task{}, 0, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
+    prepare(Task{}, 0, 0, 0, [](const char**, int) {}, [] { return true; });
   }
 };
 
@@ -285,25 +267,10 @@ struct Issuer {
     }
   }
 
-  // [warp] Load the combine weights of all tasks with `has_task` in their lanes. This comes before their rows: later,
-  // loads would wait behind the stores of sums to other ranks.
-  template <class LoadCombineWeight>
-  __device__ void load_combine_weights(const Load& load, bool has_task,
-                                       const LoadCombineWeight& load_combine_weight) const {
-    if (!pipeline.has_combine_weights) return;
-    const Task& task = pipeline.queue[load.place];
-    int32_t* const combine_weight =
-        pipeline.combine_weights + load.place * pipeline.max_addends + load.first + lane_of_task * kWarps;
-    if (has_task && load.addend && task.combine_weights != nullptr)
-      *combine_weight = __float_as_int(load_combine_weight(task, *combine_weight));
-    __syncwarp();
-    if (has_task && lane_of_task == 0) ptx::barrier_arrive(pipeline.full + load.place);
-  }
-
-  // [warp] Issue all tasks, up to the empty batch at the end. Wait for batches, for free smem stages, and for what
-  // `load_combine_weight(task, at)` waits for: called by some lanes at once, it returns a combine weight of a task.
-  template <class LoadCombineWeight>
-  __device__ void run(const LoadCombineWeight& load_combine_weight) {
+  // [warp] Issue all tasks, up to the empty batch at the end. Wait for batches and for free smem stages. Call
+  // `before_rows(load, has_task)` in all lanes, before the rows of several tasks are loaded together.
+  template <class BeforeRows>
+  __device__ void run(const BeforeRows& before_rows) {
     for (int n = 0;; ++n) {
       const int place = BatchRing::place(n);
       ptx::barrier_wait(pipeline.prepared + place, BatchRing::parity(n));
@@ -313,7 +280,7 @@ struct Issuer {
       for (int begin = 0; begin < batch.num; begin += together) {
         const int num_left = min(together, batch.num - begin);
         const Load load = find(batch, place, begin, num_left);
-        load_combine_weights(load, nth < num_left, load_combine_weight);
+        before_rows(load, nth < num_left);
         const int end =
             inclusive_sum(load.num_rows, 1 << log_width);  // smem stages of these tasks, up to the lane's task
         for (int count = 0; count < num_left;) {           // of these tasks, issued
@@ -339,9 +306,12 @@ struct Issuer {
 // [team] Sum the team's tasks, until the one with `stops`. Wait for each task's rows. Called in summing warps.
 //   sums(): whether to make sums and to reach progress flags, the same in all lanes; asked once for each task. Once
 //     it is false it stays so
+//   sum(task, place, row, thread, release): make one sum. `row(j)` is its j-th row in shared memory, `thread` the
+//   number
+//     of this thread in the team; `release` as in sum_rows
 //   finish(flag): called by lane 0 of each warp for each progress flag in turn, after the warp's stores for it
-template <class Summing, class Sums, class Finish>
-__device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish& finish) {
+template <class Summing, class Sums, class Sum, class Finish>
+__device__ void consume(const Pipeline& pipeline, const Sums& sums, const Sum& sum, const Finish& finish) {
   const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
   const int thread = threadIdx.x % Summing::kThreads;  // in the team, in some order
   int progress_flag = 0;                               // first one not yet finished
@@ -360,33 +330,39 @@ __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish
       if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
     };
     // Sum, and release the smem stages as soon as they are read.
-    if (makes_sum && task.to != nullptr) {
-      const auto stage = [&](int j) {
-        return reinterpret_cast<uint4*>(pipeline.smem_stage(task.first_smem_stage + j));
-      };
-      auto* const to = reinterpret_cast<uint4*>(task.to);
-      const int num_vectors = task.bytes / 16;
-      if (task.combine_weights != nullptr) {
-        sum_rows<Summing>(stage, pipeline.combine_weights_of(place), task.num_rows, num_vectors, to, thread, release);
-      } else {
-        // Sum own rows in place first. Each thread then reads only what it has written itself.
-        const int merged = kAddsOwnRows ? max(task.num_own - 1, 0) : 0;  // own rows that the sum in place leaves out
-#pragma unroll 1
-        for (bool in_place = merged > 0;; in_place = false) {
-          const int begin = in_place ? task.first_own : 0, gap = in_place ? 0 : merged;
-          const auto row = [&](int j) { return stage(begin + (j > task.first_own ? j + gap : j)); };
-          const int num_rows = in_place ? task.num_own : task.num_rows - merged;
-          sum_rows<Summing>(row, NoCombineWeights{}, num_rows, num_vectors, in_place ? row(0) : to, thread, [&] {
-            if (!in_place) release();
-          });
-          if (!in_place) break;
-        }
-      }
-    } else {
+    const auto row = [&](int j) { return reinterpret_cast<uint4*>(pipeline.smem_stage(task.first_smem_stage + j)); };
+    if (makes_sum && task.to != nullptr)
+      sum(task, place, row, thread, release);
+    else
       release();
-    }
     if (task.stops) return;
   }
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+// [team] Sum the rows of a task as they are.
+template <class Summing, class Row, class Release>
+__device__ void sum_task(const Task& task, const Row& row, int thread, const Release& release) {
+  auto* const to = reinterpret_cast<uint4*>(task.to);
+  sum_rows<Summing>(row, NoCombineWeights{}, task.num_rows, static_cast<int>(task.bytes / 16), to, thread, release);
+}
+
+// [team] Sum the rows of a task. If several of them are this rank's own rows, sum these first, in place. Each thread
+// then reads only what it has written itself.
+template <class Summing, class Row, class Release>
+__device__ void sum_own_rows_first(const Task& task, const Row& row, int thread, const Release& release) {
+  const int num_vectors = task.bytes / 16, merged = max(task.num_own - 1, 0);  // rows that the sum in place leaves out
+  auto* const to = reinterpret_cast<uint4*>(task.to);
+#pragma unroll 1
+  for (bool in_place = merged > 0;; in_place = false) {
+    const int begin = in_place ? task.first_own : 0, gap = in_place ? 0 : merged;
+    const auto row_of_sum = [&](int j) { return row(begin + (j > task.first_own ? j + gap : j)); };
+    const int num_rows = in_place ? task.num_own : task.num_rows - merged;
+    sum_rows<Summing>(row_of_sum, NoCombineWeights{}, num_rows, num_vectors, in_place ? row_of_sum(0) : to, thread,
+                      [&] {
+                        if (!in_place) release();
+                      });
+    if (!in_place) break;
+  }
+}
+
+}  // namespace ep::cuda

@@ -3,128 +3,20 @@
 #pragma once
 #include "cuda/combine/combine.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [thread] Return the number of chunks pushed by this rank in a combine: all far chunks, then the own chunks with
 // items. This rank raises the flags of all of them, also of empty ones: Field::kNumChunks promises it.
-__device__ inline int end_of_pushed(const Op& op, const PlanSizes& sizes) {
-  return op.context.num_far_chunks() + num_item_chunks(sizes.most_items);
-}
-
-// [thread] Return the combine weights of `source` in the memory of local rank `local`, for this operation: two in each
-// word. Only with Config::plans_directly.
-__device__ inline Tagged* combine_weights_at(const Op& op, int local, int source) {
-  const size_t index = (op.epoch % 2 * op.num_ranks() + source) * op.context.config.combine_weight_words();
-  return op.context.peers.at(op.context.own.combine_weights, local) + index;
-}
-
-// The combine weights of own tokens. A combine weight is the weight of a row in decode layout. With few tokens they go
-// to every rank of the node at once, as tagged words. Else they go to this rank's inbox, where the ranks of the node
-// and the senders read them. The first ones are loaded to registers during the wait for slots.
-struct CombineWeightCopy {
-  static constexpr int kTogether = 2;                           // pairs of combine weights of a thread under way
-  static constexpr int kStep = kTogether * Pipeline::kThreads;  // pairs of a block
-
-  const float* const from;
-  const int num;  // combine weights
-  float2 values[kTogether];
-
-  // [thread] Start to load the first combine weights. `has_any`: whether this block writes them.
-  __device__ CombineWeightCopy(const Op& op, const CombineParams& params, bool has_any)
-      : from(params.args.combine_weights), num(has_any ? params.args.num_tokens * op.context.config.num_topk : 0) {
-    load(threadIdx.x);
-  }
-
-  // [block] Send all combine weights to the ranks of the node. Called in block 0, unless this rank has aborted. Wait
-  // for nothing: `announce` says why.
-  // raises: combine_weights
-  __device__ void send(const Op& op) {
-    for_each([&](int pair, const float2& value) {
-      const uint64_t data = __float_as_uint(value.x) | static_cast<uint64_t>(__float_as_uint(value.y)) << 32;
-#pragma unroll 1
-      for (int local = 0; local < op.ranks_per_node(); ++local)
-        ptx::store_pair(combine_weights_at(op, local, op.rank()) + pair, op.epoch, data);
-    });
-  }
-
-  // [block] Write all combine weights to the inbox. Called in block 0, once slots are free: then nobody reads combine
-  // weights of an earlier combine. The Call covers them.
-  __device__ void store(const Op& op) {
-    float* const to = op.context.my_inbox(op.context.node, &Inbox::weights);
-    for_each([&](int pair, const float2& value) {
-      to[2 * pair] = value.x;
-      if (2 * pair + 1 < num) to[2 * pair + 1] = value.y;
-    });
-  }
-
- private:
-  __device__ void load(int begin) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int at = 2 * (begin + i * Pipeline::kThreads);
-      if (2 * begin < num) values[i] = {__ldg(from + min(at, num - 1)), __ldg(from + min(at + 1, num - 1))};
-    }
-  }
-  template <class Write>
-  __device__ void for_each(const Write& write) {
-#pragma unroll 1
-    for (int begin = threadIdx.x; 2 * begin < num; begin += kStep) {
-      if (begin >= kStep) load(begin);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        if (2 * (begin + i * Pipeline::kThreads) < num) write(begin + i * Pipeline::kThreads, values[i]);
-    }
-  }
-};
-
-// [thread] Return the memory with the combine weights of `source`, for Task::combine_weights.
-__device__ inline const void* combine_weights_of(const Op& op, int source) {
-  if (op.context.plans_directly()) return combine_weights_at(op, op.context.local, source);
-  return op.context.inbox_holding(source, &Inbox::weights);
-}
-
-// [thread] Load a combine weight of a task. A tagged one may arrive before all ranks are known to agree. Wait for it,
-// or for a verdict other than kAgree, then return 0: no sum is made. After kAgree the wait has a limit: it then aborts
-// this rank, and the verdict becomes kAborted.
-// waits: combine_weights (weights)
-__device__ inline float load_combine_weight(const Op& op, const PostedVerdict& verdict, const Task& task, int at) {
-  if (!op.context.plans_directly())
-    return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(task.combine_weights) + at) : 0;
-  // With masks the combine weights of an absent rank may never arrive, and nobody reads its sums.
-  if (has_masks(op.context) && (verdict.wait() != Verdict::kAgree || (absent_ranks(op) >> task.source & 1))) return 0;
-  const Tagged* const from = static_cast<const Tagged*>(task.combine_weights) + at / 2;
-  uint64_t epoch, data, since = 0;
-  for (uint32_t turn = 1;; ++turn) {
-    ptx::load_pair(from, epoch, data);
-    if (epoch >= op.epoch) break;
-    if (turn % kPollsBetweenChecks != 0 || !verdict.is_posted()) continue;
-    if (since == 0) since = ptx::nanoseconds();
-    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, task.source, from, 1, since))
-      *verdict.posted = Verdict::kAborted;
-    if (verdict.wait() != Verdict::kAgree) break;
-  }
-  // A later epoch means that a peer has masked this rank.
-  return epoch == op.epoch ? __uint_as_float(static_cast<uint32_t>(data >> 32 * (at % 2))) : 0;
-}
-
-// [warp] Wait until the combine weights of ranks on other nodes are in their inboxes here. Those of this node came with
-// the Calls. Return false after an abort of this rank.
-// waits: staged (weights)
-__device__ inline bool wait_for_combine_weights(const Op& op) {
-  const Context& context = op.context;
-#pragma unroll 1
-  for (int first = 0; context.num_nodes() > 1 && first < op.num_ranks(); first += 32) {
-    const int rank = min(first + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1);
-    const uint64_t* flag = context.own.staged + static_cast<size_t>(rank) * context.max_token_chunks;
-    if (context.node_of(rank) == context.node) flag = nullptr;
-    if (!wait_until(op, Phase::kWeights, flag, op.epoch, rank, context.raiser_of(rank))) return false;
-  }
-  return true;
+template <Kernels K>
+__device__ inline int end_of_pushed(const Op<K>& op, const PlanSizes& sizes) {
+  return op.num_far_chunks() + num_item_chunks(sizes.most_items);
 }
 
 // Items to be pushed for tokens of other nodes, chunk by chunk. Within a chunk they are ordered by source, beginning
 // with the rail peer on the next node.
+template <Kernels K>
 struct FarItems {
+  const Op<K> op;
   const Context& context;
   const Plan& plan;
   const SourceOrder sources;
@@ -136,14 +28,15 @@ struct FarItems {
   int num_left = 0;                // items of later chunks
 
   // [warp] Begin before the first chunk. SourceOrder::fill has been called.
-  __device__ FarItems(const Context& context, const Plan& plan, const CombineMemory& memory)
-      : context(context),
+  __device__ FarItems(const Op<K>& op, const Plan& plan, const CombineMemory& memory)
+      : op(op),
+        context(op.context),
         plan(plan),
         sources(memory.sources),
         ends(memory.far_ends),
         shifts(memory.far_shifts),
         lane(threadIdx.x % 32),
-        num_sources(kOneNode ? 0 : context.num_ranks - context.config.ranks_per_node) {
+        num_sources(is_for_one_node(K) ? 0 : context.num_ranks - context.config.ranks_per_node) {
     if (num_sources == 0) return;
 #pragma unroll 1
     for (int i = lane; i < num_sources; i += 32) {
@@ -192,7 +85,7 @@ struct FarItems {
   // [thread] Return the number of the first item of the i-th source in `chunk` or a later one. `chunk` > 0.
   __device__ int first_of(int i, int chunk) const {
     const int count = items_of(i);
-    if (count == 0 || chunk >= context.num_far_chunks()) return count;
+    if (count == 0 || chunk >= op.num_far_chunks()) return count;
     return __ldg(plan.chunk_begin + static_cast<size_t>(chunk) * context.num_ranks + source(i));
   }
   // [warp] Start to load `later` of `chunk` for the next call. With more than 32 sources the others are loaded then.
@@ -201,11 +94,13 @@ struct FarItems {
   }
 };
 
+constexpr int kAllSums = INT32_MAX;  // for Pusher::run and Reducer::run
+
 // Pushes the items of one block, in the preparing warp. Items of far chunks come first, because their sums travel on;
 // their slots hold a window of chunks. Items from the own node follow; SourceOrder::at keeps all links busy.
+template <Kernels K, class Params>
 struct Pusher {
   static constexpr int kBatch = Records::kBatch;
-  static constexpr int kAllSums = INT32_MAX;
 
   // Items of one far chunk, or own items.
   struct Batch {
@@ -213,17 +108,17 @@ struct Pusher {
     int chunk;  // ProgressFlags::far for own items
   };
 
-  const Op op;
+  const Op<K> op;
   const Context& context;
-  const CombineParams& params;
+  const Params& params;
   const PlanHead& head;
-  CombineMemory& memory;
+  typename Params::Memory& memory;
   const Part part;
   const bool reduces;  // whether this block makes sums for other nodes between its pushes
   const int lane;
   int entered;  // last chunk that may be pushed
   int summed;   // far chunk whose pushes follow the sums made so far
-  FarItems far;
+  FarItems<K> far;
   int taken = 0, end = 0;  // this block's items of the far chunk, or all own ones: the first to be taken, and the end
   bool takes_own = false;  // whether all far chunks are taken
   bool agreed = false;     // whether all ranks are known to agree
@@ -231,7 +126,8 @@ struct Pusher {
   int num_queued = 0;      // records before those of `batch`
 
   // [warp] Prepare to push. SourceOrder::fill has been called.
-  __device__ Pusher(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& part, bool reduces)
+  __device__ Pusher(const Op<K>& op, const Params& params, typename Params::Memory& memory, const Part& part,
+                    bool reduces)
       : op(op),
         context(op.context),
         params(params),
@@ -240,9 +136,9 @@ struct Pusher {
         part(part),
         reduces(reduces),
         lane(threadIdx.x % 32),
-        entered(progress_flags_of(op.context).window - 1),
+        entered(progress_flags_of(op).window - 1),
         summed(entered + 1),
-        far(op.context, params.plan, memory) {
+        far(op, params.plan, memory) {
     memory.items.begin(INT32_MAX);
   }
 
@@ -253,7 +149,7 @@ struct Pusher {
 
   // [warp] Take the next batch, and start to load it.
   __device__ Batch take() {
-    const ProgressFlags progress_flags = progress_flags_of(context);
+    const ProgressFlags progress_flags = progress_flags_of(op);
     while (taken == end && far.num_left > 0) {
       const int num = far.advance();
       // The blocks take equal shares, in turns: a chunk may have fewer items than there are blocks.
@@ -266,7 +162,7 @@ struct Pusher {
       taken = part.block;
       const int32_t* const begin_of_node = head.item_begin() + op.first_local_rank();
       end = begin_of_node[op.ranks_per_node()] - begin_of_node[0];
-      if (params.adds_own_rows()) end -= head.items_of(op.rank());
+      if (adds_own_rows(op)) end -= head.items_of(op.rank());
     }
     if (taken >= end) return {0, progress_flags.far};
     const int first = taken, step = takes_own ? part.num_blocks : 1;
@@ -274,7 +170,7 @@ struct Pusher {
     memory.items.fetch(
         [&](int n) {
           const SourceOrder::Position position =
-              takes_own ? memory.sources.at(first + lane * step, params.adds_own_rows(), op.ranks_per_node(), step)
+              takes_own ? memory.sources.at(first + lane * step, adds_own_rows(op), op.ranks_per_node(), step)
                         : far.at(first + lane);
           memory.positions[n % (2 * kBatch)] = position;
           return params.plan.items + index_of(position) * context.item_ints;
@@ -290,12 +186,12 @@ struct Pusher {
   // rank.
   // waits: freed (free slots)
   __device__ Verdict enter(Preparer& preparer, int chunk, int& until) {
-    const ProgressFlags progress_flags = progress_flags_of(context);
+    const ProgressFlags progress_flags = progress_flags_of(op);
     if (chunk <= entered || progress_flags.far == progress_flags.window) return Verdict::kAgree;
     const bool waits = progress_flags.needs_slots(chunk);
     if (!waits && !reduces) return Verdict::kAgree;
     if (!agreed) {
-      const Verdict verdict = params.agrees_first() ? memory.verdict.wait_in_warp() : agree(op, false, false);
+      const Verdict verdict = agree_before_wait(op, memory);
       if (verdict != Verdict::kAgree) return verdict;
       agreed = true;
     }
@@ -325,37 +221,37 @@ struct Pusher {
   }
 
   // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
-  __device__ void skip_sums(int chunk) { summed = max(summed, chunk + progress_flags_of(context).window); }
+  __device__ void skip_sums(int chunk) { summed = max(summed, chunk + progress_flags_of(op).window); }
 
   // [warp] Queue the sums of a batch; its items begin at record n.
   __device__ void queue(Preparer& preparer, const Batch& batch, int n) {
     memory.items.wait(n);
     stamp(op, Step::kFetched);
-    const ProgressFlags progress_flags = progress_flags_of(context);
+    const ProgressFlags progress_flags = progress_flags_of(op);
     // Lane i fills a task with the i-th item of the batch.
     Task task{};
     const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
     const SourceOrder::Position position = memory.positions[(n + lane) % (2 * kBatch)];
     const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == progress_flags.far;
     if (lane < batch.num) {
-      const int owner = context.local_of(position.source);
+      const int owner = op.local_of(position.source);
       const size_t slot = is_own ? static_cast<size_t>(context.local) * context.config.max_tokens + position.number
                                  : window_slot(context, context.local, item.token());
       char* const slots =
-          is_own ? context.own.slots : context.local_rail_buffer(context.node_of(position.source), &RailArrays::slots);
+          is_own ? context.own.slots : context.local_rail_buffer(op.node_of(position.source), &RailArrays::slots);
       task.to = context.peers.at(slots, owner) + slot * context.slot_stride;
       task.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
       task.progress_flag =
           progress_flags.pushed(is_own ? progress_flags.far + position.number / kItemChunk : batch.chunk);
-      task.source = static_cast<int16_t>(position.source);
-      if (params.args.combine_weights) task.combine_weights = combine_weights_of(op, position.source);
+      if constexpr (Params::Memory::kHasWeights) task.weights_from = static_cast<int16_t>(position.source);
     }
     // Queue the tasks with their addends: the rows of y.
-    const auto fill = [&](const char** addends, int32_t* combine_weights) {
+    const auto fill = [&](const char** addends, [[maybe_unused]] int place) {
 #pragma unroll 1
       for (int j = 0; j < task.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
-        if (task.combine_weights) combine_weights[j] = item.token() * context.config.num_topk + item.k(j);
+        if constexpr (Params::Memory::kHasWeights)
+          memory.weights.index(place, j) = item.token() * context.config.num_topk + item.k(j);
       }
     };
     preparer.prepare_rows(task, batch.num, context.row_bytes, fill, [] { return true; });
@@ -380,14 +276,15 @@ struct Pusher {
       if (batch.num > 0) next = take();
     }
     // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
-    if (verdict != Verdict::kAborted) preparer.reach(progress_flags_of(context).pushed(end_of_pushed(op, head)), false);
+    if (verdict != Verdict::kAborted) preparer.reach(progress_flags_of(op).pushed(end_of_pushed(op, head)), false);
     return verdict;
   }
 };
 
 // [block] Write the weights of this part's items to the inboxes of their sources, once slots are free. Wait for
 // nothing. A barrier of the block must follow, so that `pushed` covers the weights too.
-__device__ inline void push_weights(const Op& op, const CombineParams& params, const Part& part) {
+template <Kernels K>
+__device__ inline void push_weights(const Op<K>& op, const CombineParams& params, const Part& part) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;
   const int max_copies = context.max_copies, num_topk = context.config.num_topk;
@@ -396,7 +293,7 @@ __device__ inline void push_weights(const Op& op, const CombineParams& params, c
   for (int i = part.block * blockDim.x + threadIdx.x; i < head.num_items; i += part.num_blocks * blockDim.x) {
     while (i >= head.item_begin()[source + 1]) ++source;
     const Item item{params.plan.items + static_cast<size_t>(i) * context.item_ints, max_copies};
-    float* to = context.inbox_holding(source, &Inbox::weights) + static_cast<size_t>(item.token()) * num_topk;
+    float* to = op.inbox_holding(source, &Inbox::weights) + static_cast<size_t>(item.token()) * num_topk;
     for (int copy = 0; copy < item.num_copies(); ++copy) {
       const int k = item.k(copy);
       const size_t from = expert_layout ? item.value(copy) : static_cast<size_t>(i) * num_topk + k;
@@ -405,4 +302,4 @@ __device__ inline void push_weights(const Op& op, const CombineParams& params, c
   }
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -4,21 +4,23 @@
 #pragma once
 #include "cuda/combine/combine.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [thread] Return where a sum or weights of an own token come from another node: the token, or as Plan::sent_rows.
-__device__ inline int row_at(const Context& context, const Plan& plan, int node, int token) {
-  if (!has_messages(context) || (plan.head->message_rows.packed >> node & 1) == 0) return token;
-  return __ldg(plan.sent_rows + static_cast<size_t>(node) * context.config.max_tokens + token);
+template <Kernels K>
+__device__ inline int row_at(const Op<K>& op, const Plan& plan, int node, int token) {
+  if (!has_messages(op) || (plan.head->message_rows.packed >> node & 1) == 0) return token;
+  return __ldg(plan.sent_rows + static_cast<size_t>(node) * op.context.config.max_tokens + token);
 }
 
 // [warp] Write the weights of own tokens to the output: 0 where a column has no expert. The tokens' partial sums have
 // arrived, and the weights with them.
-__device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
+template <Kernels K, class Params>
+__device__ inline void take_weights(const Op<K>& op, const Params& params, int first_token, int num_tokens) {
   constexpr int kTogether = 4;  // loads of a lane under way
   const Context& context = op.context;
   const Plan& plan = params.plan;
-  const float* own_weights = context.my_inbox(context.node, &Inbox::weights);
+  const float* own_weights = op.my_inbox(context.node, &Inbox::weights);
   const int num_topk = context.config.num_topk, num = num_tokens * num_topk;
   const int64_t first = static_cast<int64_t>(first_token) * num_topk;
   for (int begin = threadIdx.x % 32; begin < num; begin += 32 * kTogether) {
@@ -30,14 +32,14 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
       const int token = first_token + i / num_topk, k = i % num_topk;
       const uint32_t* const sent_k = plan.sent_k + (k < 32 ? 0 : context.config.max_tokens);
       const bool chosen = plan.head->usable && sent_k[token] >> k % 32 & 1;
-      const int node = chosen && context.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
+      const int node = chosen && op.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
       const float* weights = node == context.node ? own_weights : context.local_rail_buffer(node, &RailArrays::weights);
-      const int row = node == context.node ? token : row_at(context, plan, node, token);
+      const int row = node == context.node ? token : row_at(op, plan, node, token);
       values[u] = chosen ? __ldcg(weights + row * num_topk + k) : 0.0f;
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u)
-      if (begin + 32 * u < num) params.args.out_weights[first + begin + 32 * u] = values[u];
+      if (begin + 32 * u < num) params.out_weights()[first + begin + 32 * u] = values[u];
   }
 }
 
@@ -49,19 +51,21 @@ struct TokenBatch {
 };
 
 // [thread] Return the node of the n-th sum progress flag. Each node begins with the next one.
-__device__ inline int node_of_sum(const Context& context, int n) {
-  return (context.node + 1 + n % context.num_others()) % context.num_nodes();
+template <Kernels K>
+__device__ inline int node_of_sum(const Op<K>& op, int n) {
+  return (op.context.node + 1 + n % op.num_others()) % op.num_nodes();
 }
 
 // Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
 // the order of ProgressFlags. Then come this rank's own tokens.
+template <Kernels K, class Params>
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
-  const Op op;
+  const Op<K> op;
   const Context& context;
-  const CombineParams& params;
-  CombineMemory& memory;
+  const Params& params;
+  typename Params::Memory& memory;
   const Part for_others;
   const int lane, num_tokens;
   int last_relayed = -1;        // last chunk of `sums_relayed` seen, of the other node `lane`
@@ -72,7 +76,7 @@ struct Reducer {
   bool has_taken = false;       // whether this block has taken its only batch of own tokens
 
   // [warp] Prepare to reduce. Read nothing written by peers. Without a usable plan there are no tokens for others.
-  __device__ Reducer(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& for_others)
+  __device__ Reducer(const Op<K>& op, const Params& params, typename Params::Memory& memory, const Part& for_others)
       : op(op),
         context(op.context),
         params(params),
@@ -81,17 +85,17 @@ struct Reducer {
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
         order(for_others.has_block() && params.plan.head->usable ? first_sum() : progress_flags().num_sums()),
-        next_begin(context.num_nodes() > 1 ? begin_of(order) : 0),
+        next_begin(op.num_nodes() > 1 ? begin_of(order) : 0),
         reached(order) {
 #pragma unroll 1
     for (int local = lane; local < op.ranks_per_node(); local += 32) memory.seen[local] = -1;
     memory.tokens.begin(INT32_MAX);
   }
 
-  __device__ ProgressFlags progress_flags() const { return progress_flags_of(context); }
+  __device__ ProgressFlags progress_flags() const { return progress_flags_of(op); }
 
   // [thread] Return the first sum progress flag left for this launch: the first of two launches makes all these sums.
-  __device__ int first_sum() const { return params.pushes ? 0 : progress_flags().num_sums(); }
+  __device__ int first_sum() const { return params.pushes() ? 0 : progress_flags().num_sums(); }
 
   // [thread] Return the offset of this block's first token in the chunk of sum progress flag `n`. The blocks take turns
   // to begin: a chunk may have fewer batches than there are blocks.
@@ -112,7 +116,7 @@ struct Reducer {
   // [warp] Take this block's next batch of the rail peers' tokens, or none.
   __device__ TokenBatch take_for_others() {
     for (; order < progress_flags().num_sums(); ++order, next_begin = begin_of(order)) {
-      const int node = node_of_sum(context, order), length = context.config.window_chunk;
+      const int node = node_of_sum(op, order), length = context.config.window_chunk;
       const int first = order / progress_flags().others * length;
       const int end = min(rows_from(op, params.plan, node), first + length);
       const int begin = first + next_begin;
@@ -126,11 +130,11 @@ struct Reducer {
   // [warp] Take this block's next batch of own tokens, or none. With few tokens each block has one batch; else all
   // blocks take theirs from a shared counter. The first of two launches leaves the tokens to the second one.
   __device__ TokenBatch take_own() {
-    int begin = params.reduces ? 0 : num_tokens;
-    if (params.reduces && num_tokens <= params.own_batch * op.num_blocks) {
+    int begin = params.reduces() ? 0 : num_tokens;
+    if (params.reduces() && num_tokens <= params.own_batch * op.num_blocks) {
       begin = has_taken ? num_tokens : op.block * params.own_batch;
       has_taken = true;
-    } else if (params.reduces) {
+    } else if (params.reduces()) {
       if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
       begin = __shfl_sync(~0u, begin, 0);
     }
@@ -153,9 +157,9 @@ struct Reducer {
 #pragma unroll 1
       for (int local = first; local < min(first + 32, op.ranks_per_node()); ++local) {
         // Own rows are read in place. Weights are not, and the flags cover them.
-        const bool is_here = is_own && params.adds_own_rows() && local == context.local && !params.args.out_weights;
+        const bool is_here = is_own && adds_own_rows(op) && local == context.local && !params.out_weights();
         const int number = has_token && !is_here ? item_numbers[local] : -1;
-        const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
+        const int chunk = is_own ? op.num_far_chunks() + number / kItemChunk : far_chunk;
         const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
         if (lane == local - first) chunk_of_lane = needed;
       }
@@ -164,12 +168,12 @@ struct Reducer {
       if (!wait_for_chunks(op, Phase::kSums, pushed, chunk_of_lane, rank, rank, memory.seen[local])) return false;
     }
     stamp(op, Step::kSums);
-    if (context.num_nodes() == 1) return true;
+    if (op.num_nodes() == 1) return true;
     // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);
-    const bool awaited = lane < context.num_others() && (all >> (lane + (lane >= context.node)) & 1);
+    const bool awaited = lane < op.num_others() && (all >> (lane + (lane >= context.node)) & 1);
     const int last = tokens.begin + tokens.num - 1, node = lane + (lane >= context.node);
-    const int row = awaited ? row_at(context, params.plan, node, last) : -1;
+    const int row = awaited ? row_at(op, params.plan, node, last) : -1;
     // These flags are about the rail peers, and the relay of this rank raises them.
     return wait_for_chunks(op, Phase::kNodeSums, context.own.sums_relayed + lane * context.max_sum_chunks,
                            row >> context.config.log_sum_chunk, context.rail_peer(node), op.rank(), last_relayed);
@@ -181,7 +185,7 @@ struct Reducer {
   // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if direct, else staging for
   // the senders.
   __device__ char* sums_for(int node) const {
-    if (!context.maps(node)) return context.my_inbox(node, &Inbox::staging);
+    if (!context.maps(node)) return op.my_inbox(node, &Inbox::staging);
     return Wire{context}.at(node, context.remote_rail_buffer(node, &RailArrays::sums));
   }
 
@@ -195,28 +199,28 @@ struct Reducer {
     const bool has_token = usable && lane < tokens.num;
     const size_t token = tokens.begin + lane;
     const auto* item_numbers = reinterpret_cast<const int32_t*>(memory.tokens.at(n + min(lane, tokens.num - 1)));
-    const uint32_t nodes = is_own && has_token && context.num_nodes() > 1 ? params.plan.sent_nodes[token] : 0;
+    const uint32_t nodes = is_own && has_token && op.num_nodes() > 1 ? params.plan.sent_nodes[token] : 0;
     bool ready = false;  // all addends
     const auto wait = [&] { return ready || (ready = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
     // Leave out masked ranks. Wait first: the wait may mask more. Then read the mask once for the batch.
-    if (has_masks(context) && !wait()) return false;
-    const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
+    if (has_masks(op) && !wait()) return false;
+    const uint32_t masked = has_masks(op) ? masked_ranks(op) : 0;
     const auto has_addend = [&](int local) {
-      return has_token && item_numbers[local] >= 0 && (!has_masks(context) || (masked >> local & 1) == 0);
+      return has_token && item_numbers[local] >= 0 && (!has_masks(op) || (masked >> local & 1) == 0);
     };
     // Find the own rows of the lane's token, if they are added here: values of its item. In rank layout that is a row.
     const PlanHead& head = *params.plan.head;
-    const bool adds_own_rows = is_own && params.adds_own_rows() && has_addend(context.local);
+    const bool has_own_rows = is_own && adds_own_rows(op) && has_addend(context.local);
     const int own = memory.items.fetched * kBatch + lane % kBatch;  // record of the item
-    int num_own = adds_own_rows;
-    if (kAddsOwnRows && __any_sync(~0u, adds_own_rows)) {
-      const int index = head.item_begin()[op.rank()] + (adds_own_rows ? item_numbers[context.local] : 0);
+    int num_own = has_own_rows;
+    if (kAddsOwnRows<K> && __any_sync(~0u, has_own_rows)) {
+      const int index = head.item_begin()[op.rank()] + (has_own_rows ? item_numbers[context.local] : 0);
       if (head.has_expert_layout()) {
         memory.items.fetch([&](int) { return params.plan.items + static_cast<size_t>(index) * context.item_ints; },
                            tokens.num);
         memory.items.wait(own);
-        if (adds_own_rows) num_own = own_item(own).num_copies();
-      } else if (adds_own_rows) {
+        if (has_own_rows) num_own = own_item(own).num_copies();
+      } else if (has_own_rows) {
         own_item(own).value(0) = index;
       }
     }
@@ -230,17 +234,17 @@ struct Reducer {
     task.num_own = static_cast<int8_t>(num_own);
 #pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local) {
-      task.num_rows += adds_own_rows && local == context.local ? num_own : has_addend(local);
+      task.num_rows += has_own_rows && local == context.local ? num_own : has_addend(local);
       task.first_own += local < context.local && has_addend(local);
     }
     if (!is_own && task.num_rows == 0) task.to = nullptr;  // no experts here, so no sum; the task only keeps the order
     const char* slots = is_own ? context.own.slots : context.local_rail_buffer(tokens.node, &RailArrays::slots);
-    const auto fill = [&](const char** addends, int32_t*) {
+    const auto fill = [&](const char** addends, int) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1) {
           const int node = __ffs(some) - 1;
-          const size_t row = row_at(context, params.plan, node, static_cast<int>(token));
+          const size_t row = row_at(op, params.plan, node, static_cast<int>(token));
           *addends++ = context.local_rail_buffer(node, &RailArrays::sums) + row * context.slot_stride;
         }
       };
@@ -248,7 +252,7 @@ struct Reducer {
 #pragma unroll 1
       for (int local = 0; local < op.ranks_per_node(); ++local) {
         if (!has_addend(local)) continue;
-        if (adds_own_rows && local == context.local) {
+        if (has_own_rows && local == context.local) {
 #pragma unroll 1
           for (int j = 0; j < num_own; ++j)
             *addends++ = params.args.y + static_cast<size_t>(own_item(own).value(j)) * context.row_bytes;
@@ -261,7 +265,7 @@ struct Reducer {
       add_nodes(nodes & ~((1u << context.node) - 1));
     };
     if (!preparer.prepare_rows(task, tokens.num, context.row_bytes, fill, wait)) return false;
-    if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
+    if (is_own && params.out_weights()) take_weights(op, params, tokens.begin, tokens.num);
     return true;
   }
 
@@ -293,7 +297,7 @@ struct Reducer {
   __device__ int next_chunk() const { return progress_flags().others > 0 ? tokens.order / progress_flags().others : 0; }
 
   // [warp] Queue the sums of this block, batch by batch, once all ranks agree: those for others before the sum
-  // progress flag `until`, or with Pusher::kAllSums all that are left. Wait for each batch's addends. Return false
+  // progress flag `until`, or with kAllSums all that are left. Wait for each batch's addends. Return false
   // after an abort of this rank. Loads of table rows may be under way: at the end, call records.drain().
   __device__ bool run(Preparer& preparer, int until) {
     if (num_queued < 0 && !begin()) return false;
@@ -310,4 +314,4 @@ struct Reducer {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -8,7 +8,7 @@
 
 #include "cuda/config.h"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [thread] Convert a dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to
 // each element of a word: it turns -0 into +0, as a sum from +0 does.
@@ -136,4 +136,4 @@ __device__ __forceinline__ void sum_rows(const Row& row, const CombineWeights& c
   }
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -4,7 +4,7 @@
 
 #include "cuda/config.h"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [warp] Copy `bytes`, a multiple of sizeof(T). Each thread has kTogether loads under way. With 14 loads of 16 bytes a
 // row of 14336 bytes takes two turns. Loads bypass L1. No __syncwarp at the end.
@@ -23,4 +23,4 @@ __device__ inline void copy_words(T* to, const T* from, uint32_t bytes) {
   }
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -4,7 +4,7 @@
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/warp.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // Room for two batches: one in use, the next on its way. `where(n)` returns the address of the n-th record. It is
 // called in the lane of the record.
@@ -66,17 +66,6 @@ struct Records {
     ++fetched;
   }
 
-  // [warp] Write the next batch instead of loading it, if any records are left: `write(n)`, called in all lanes, writes
-  // the lane's n-th record; without one n is -1. Use either this or `fetch`.
-  template <class Write>
-  __device__ void fill(const Write& write) {
-    const int lane = threadIdx.x % 32, n = fetched * kBatch + lane;
-    __syncwarp();
-    if (fetched * kBatch < num) write(lane < kBatch && n < num ? n : -1);
-    __syncwarp();
-    ready = ++fetched;
-  }
-
   // [warp] Wait until record n has landed. Return false without waiting if its batch is not fetched yet.
   __device__ bool wait(int n) {
     const int batch = n / kBatch;
@@ -95,4 +84,4 @@ struct Records {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/sync/wait.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // Consecutive warps of a block with a named barrier of their own. Barrier 0 is also that of __syncthreads: it belongs
 // to the team of the whole block.
@@ -37,8 +37,8 @@ __device__ auto first_warp_waits(const Wait& wait) {
 }
 
 // [team] Wait for one flag about each rank of the node: wait_for_node. Return false after an abort of this rank.
-template <class Team>
-__device__ bool team_waits(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
+template <class Team, Kernels K>
+__device__ bool team_waits(const Op<K>& op, Phase phase, const uint64_t* flags, uint64_t expected) {
   return first_warp_waits<Team>([&] { return wait_for_node(op, phase, flags, expected); });
 }
 
@@ -87,8 +87,8 @@ struct ChunkArrivals {
 
 // [team] Raise one flag, or two, at every rank of the node, one thread per rank. Call it after a barrier of the team:
 // the flags cover all earlier stores of the team.
-template <class Team>
-__device__ void team_raises(const Op& op, uint64_t* local_flag, uint64_t* other_flag = nullptr) {
+template <class Team, Kernels K>
+__device__ void team_raises(const Op<K>& op, uint64_t* local_flag, uint64_t* other_flag = nullptr) {
   const Context& context = op.context;
   if (Team::thread() >= op.ranks_per_node()) return;
   ptx::fence_system();
@@ -96,4 +96,4 @@ __device__ void team_raises(const Op& op, uint64_t* local_flag, uint64_t* other_
   if (other_flag) ptx::store_relaxed(context.peers.at(other_flag, Team::thread()), op.epoch);
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -4,7 +4,7 @@
 
 #include "cuda/config.h"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [warp] Return the sum of `value` over the lanes up to this one, in steps of `stride` lanes. Only lanes with the same
 // number modulo `stride` share a sum. `stride` and `num_lanes` are powers of two. All lanes take part; the result is
@@ -43,4 +43,4 @@ struct Ring {
   static __device__ __forceinline__ uint32_t parity(int n) { return n / kPlaces % 2; }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -5,7 +5,7 @@
 #include "cuda/combine/sum_rows.cuh"
 #include "cuda/config.h"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [thread] Return a / b, rounded as in IEEE 754. `a` is a bfloat16 number, `reciprocal` is 1 / b rounded:
 // tests/division.cpp tries all of them. Quotients below 2^-34 may differ: float8 rounds them to 0.
@@ -167,4 +167,4 @@ struct RowPart {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

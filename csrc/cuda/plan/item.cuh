@@ -1,8 +1,8 @@
 // Items: tokens of a source for one receiver. Also the order of a receiver's items, for pull warps and pushing blocks.
 #pragma once
-#include "cuda/context.cuh"
+#include "cuda/op.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // One item in memory: int32 [item_ints]. Written by list_items of the source, or for direct plans by write_items of the
 // receiver; read by the receiver.
@@ -31,18 +31,22 @@ struct Item {
 };
 
 // [thread] Return item `number` from `source` to `receiver`, a rank of this node. It lies in the source's inbox here.
-__device__ inline int32_t* item_at_source(const Context& context, int source, int receiver, int number) {
-  const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
-  return context.inbox_holding(source, &Inbox::items) + index * context.item_ints;
+template <Kernels K>
+__device__ inline int32_t* item_at_source(const Op<K>& op, int source, int receiver, int number) {
+  const Context& context = op.context;
+  const size_t index = static_cast<size_t>(op.local_of(receiver)) * context.config.max_tokens + number;
+  return op.inbox_holding(source, &Inbox::items) + index * context.item_ints;
 }
 
 // [thread] Return this rank's items for `receiver`: in its inbox, or for another node in items_out. Senders take them
 // from there.
-__device__ inline int32_t* items_for(const Context& context, int receiver) {
-  const int node = context.node_of(receiver);
-  int32_t* const items = node == context.node ? context.inbox_holding(context.config.rank, &Inbox::items)
+template <Kernels K>
+__device__ inline int32_t* items_for(const Op<K>& op, int receiver) {
+  const Context& context = op.context;
+  const int node = op.node_of(receiver);
+  int32_t* const items = node == context.node ? op.inbox_holding(context.config.rank, &Inbox::items)
                                               : context.local_rail_buffer(node, &RailArrays::items_out);
-  return items + static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens * context.item_ints;
+  return items + static_cast<size_t>(op.local_of(receiver)) * context.config.max_tokens * context.item_ints;
 }
 
 // Sources of a rank's items, in shared memory. Ranks of the own node come first, then those of other nodes. Each rank
@@ -62,14 +66,15 @@ struct SourceOrder {
   }
 
   // [warp] Fill in the sources of this rank; `items_of(rank)` returns the items of a source. Ends with __syncwarp.
-  template <class ItemsOf>
-  __device__ void fill(const Context& context, const ItemsOf& items_of) const {
+  template <Kernels K, class ItemsOf>
+  __device__ void fill(const Op<K>& op, const ItemsOf& items_of) const {
+    const Context& context = op.context;
     const int locals = context.config.ranks_per_node;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < context.num_ranks; i += 32) {
       const int nodes_on = i / locals;  // the one division: each takes some 30 instructions
       int node = context.node + nodes_on, local = context.local + i - nodes_on * locals;
-      if (node >= context.num_nodes()) node -= context.num_nodes();
+      if (node >= op.num_nodes()) node -= op.num_nodes();
       if (local >= locals) local -= locals;
       const int rank = node * locals + local;
       ranks[i] = rank;
@@ -130,4 +135,4 @@ struct ItemOrder {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -3,14 +3,15 @@
 #pragma once
 #include "cuda/plan/scan.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [team] Replace counts of several parts by their exclusive prefix sums over the parts, in place: num_tokens
 // [num_parts, num_experts], num_items [num_parts, num_ranks]. Write the sums over all parts to every rank of the node
 // if this block `sends`, else to block_num_tokens and block_num_items, for send_counts. Called by the pull warps of one
 // block. No barrier at the end. Loads go to an array first: the compiler cannot rule out that a store changes the next
 // part's count, so without the array each load would wait for the store before it.
-__device__ inline void sum_parts(const Op& op, int* num_tokens, int* num_items, int num_parts, bool sends) {
+template <Kernels K>
+__device__ inline void sum_parts(const Op<K>& op, int* num_tokens, int* num_items, int num_parts, bool sends) {
   const StateArrays& arrays = op.context.arrays;
   const int experts = op.context.config.num_experts;
 #pragma unroll 1
@@ -42,15 +43,16 @@ __device__ inline void sum_parts(const Op& op, int* num_tokens, int* num_items, 
 }
 
 // [thread] Return the Call of this dispatch.
-__device__ inline Call call_of(const DispatchParams& params) {
-  const DispatchArgs& args = params.args;
+template <class Params>
+__device__ inline Call call_of(const Params& params) {
+  const RowArgs& args = params.args;
   Call call{};
   const auto set = [&](Field field, int32_t value) { call.set(field, value); };
   set(Field::kOperation, static_cast<int32_t>(Operation::kDispatch));
-  set(Field::kPlan, params.new_plan ? 0 : params.plan.head->made);
+  set(Field::kPlan, params.new_plan() ? 0 : params.plan.head->made);
   set(Field::kLayout, static_cast<int32_t>(args.layout));
   set(Field::kAlignment, args.expert_alignment);
-  set(Field::kWeights, args.topk_weights != nullptr);
+  set(Field::kWeights, params.has_weights());
   set(Field::kRowBytes, static_cast<int32_t>(args.row_bytes));
   set(Field::kScales, static_cast<int32_t>(args.scale_bytes / args.scale_size));
   set(Field::kMaxRows, args.num_rows);
@@ -61,15 +63,16 @@ __device__ inline Call call_of(const DispatchParams& params) {
 // [team] Write this rank's counts to every rank of the node, and announce the dispatch. A single planning block has
 // written them. Called by the pull warps of the planning block that counts last. Afterwards block_num_tokens and
 // block_num_items hold the sums over earlier blocks. The other planning blocks read them after `called` of this rank.
-__device__ void send_counts(const Op& op, const DispatchParams& params) {
+template <Kernels K, class Params>
+__device__ void send_counts(const Op<K>& op, const Params& params) {
   const Context& context = op.context;
   const StateArrays& arrays = context.arrays;
   if (params.plan_blocks > 1) sum_parts(op, arrays.block_num_tokens, arrays.block_num_items, params.plan_blocks, true);
-  if (has_messages(context) && params.args.num_rows < 0 && PullWarps::warp() == PullWarps::kWarps - 1) {
+  if (has_messages(op) && params.reports_counts() && PullWarps::warp() == PullWarps::kWarps - 1) {
     const int node = threadIdx.x % 32;
-    const int rows = rows_before(params.plan.sent_nodes, context.num_nodes(), params.args.num_tokens);
+    const int rows = rows_before(params.plan.sent_nodes, op.num_nodes(), params.args.num_tokens);
 #pragma unroll 1
-    for (int local = 0; node < context.num_nodes() && local < op.ranks_per_node(); ++local)
+    for (int local = 0; node < op.num_nodes() && local < op.ranks_per_node(); ++local)
       counts_at(op, local, op.rank()).num_rows(context.config, node) = rows;
   }
   PullWarps::sync();
@@ -78,7 +81,8 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
 
 // [thread] Abort this rank: a source has counted more tokens or items than a rank may bring, or less than none. Rows
 // and items found from such counts would lie anywhere. `of_first`: the count in question of source 0.
-__device__ __noinline__ inline void abort_for_counts(Op op, const int32_t* of_first) {
+template <Kernels K>
+__device__ __noinline__ inline void abort_for_counts(Op<K> op, const int32_t* of_first) {
   int source = 0;
   while (source < op.num_ranks() - 1 && static_cast<uint32_t>(__ldcg(of_first + source * op.context.counts_ints)) <=
                                             static_cast<uint32_t>(op.context.config.max_tokens))
@@ -89,7 +93,8 @@ __device__ __noinline__ inline void abort_for_counts(Op op, const int32_t* of_fi
 // [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the pull warps of a planning block,
 // after `called` of all ranks. Set `broken` after a count out of range. Ends with a barrier of the pull warps.
 // reports: kWrongCounts (tokens of an expert; no plan is made)
-__device__ void sum_sources(const Op& op, const Scratch& scratch, bool& broken) {
+template <Kernels K>
+__device__ void sum_sources(const Op<K>& op, const Scratch& scratch, bool& broken) {
   const Context& context = op.context;
   const int32_t* const num_tokens = &own_counts(op, 0).num_tokens(context.config, 0);
 #pragma unroll 1
@@ -121,7 +126,8 @@ __device__ inline int64_t padded_rows(uint32_t tokens, uint32_t alignment) {
 // [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the number of
 // rows of all groups. With `writes`, also write the groups to the plan, and the counts to the caller's outputs and to a
 // waiting host. Called once for each rank in a planning block.
-__device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
+template <Kernels K, class Params>
+__device__ int64_t lay_out_experts(const Op<K>& op, const Params& params, const Scratch& scratch, int rank,
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const uint32_t alignment = params.args.expert_alignment;
@@ -134,12 +140,12 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
     const int64_t sum = inclusive_sum(padded);
     if (e < num_local) {
       const int64_t group = begin + sum - padded;
-      scratch.expert_before[expert] += static_cast<int>(params.rows_per_group > 0 ? e * params.rows_per_group : group);
+      scratch.expert_before[expert] += static_cast<int>(params.group_begin(e, group));
       if (writes) {
         params.plan.expert_rows[e] = static_cast<int>(tokens);
         params.plan.expert_begin[e] = static_cast<int>(group);
         params.write_counts(e, static_cast<int>(tokens), static_cast<int>(padded));
-        if (params.args.num_rows < 0) op.context.reports.counted_rows[e] = padded;
+        if (params.reports_counts()) op.context.reports.counted_rows[e] = padded;
       }
     }
     begin += __shfl_sync(~0u, sum, 31);
@@ -152,7 +158,8 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
 // items for it. Called by the pull warps of a planning block, after `called` of all ranks. Set `broken` after a count
 // out of range. Ends with a barrier of the pull warps.
 // reports: kWrongCounts (items for a rank; no plan is made)
-__device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch, bool& broken) {
+template <Kernels K, class Params>
+__device__ void find_first_rows(const Op<K>& op, const Params& params, const Scratch& scratch, bool& broken) {
   sum_sources(op, scratch, broken);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -185,7 +192,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
     if (lane == 0) {
       scratch.needed[rank] = params.args.layout == Layout::kRank ? num_items : rows;
       scratch.max_rows[rank] = max_rows;
-      scratch.items[rank] = items_for(op.context, rank);
+      scratch.items[rank] = items_for(op, rank);
     }
   }
   PullWarps::sync();
@@ -195,7 +202,8 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
 // keeps the error, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
 // scratch.needed and scratch.max_rows.
 // reports: kTooFewRows, kTooManyRows
-__device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch, bool keeps = true) {
+template <Kernels K, class Params>
+__device__ bool rows_fit(const Op<K>& op, const Params& params, const Scratch& scratch, bool keeps = true) {
   const Context& context = op.context;
   const int lane = threadIdx.x % 32;
   bool countable = true, fit = true;
@@ -229,19 +237,21 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 
 // [warp] If the host waits for the counts, publish an error, then the number of rows, and then the ticket, which
 // covers counted_rows too. Called in one warp of block 0; the warp has seen the counted rows.
-__device__ inline void report_rows(const Op& op, const DispatchParams& params, int num_rows) {
-  if (threadIdx.x % 32 != 0 || params.args.num_rows >= 0) return;
+template <Kernels K, class Params>
+__device__ inline void report_rows(const Op<K>& op, const Params& params, int num_rows) {
+  if (threadIdx.x % 32 != 0 || !params.reports_counts()) return;
   // The error first, because the host raises it with the counts.
   Report* report = op.context.report;
   publish_error(op.context, recorded_error(op.context));
   report->num_rows = num_rows;
   __threadfence_system();
-  *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
+  *static_cast<volatile uint64_t*>(&report->counted) = params.ticket();
 }
 
 // [warp] Return whether every host waits for the counts, and so knows the size of exact messages. Called in planning
 // blocks, after find_first_rows.
-__device__ inline bool all_hosts_wait(const Op& op, const Scratch& scratch) {
+template <Kernels K>
+__device__ inline bool all_hosts_wait(const Op<K>& op, const Scratch& scratch) {
   bool all = true;
 #pragma unroll 1
   for (int rank = threadIdx.x % 32; rank < op.num_ranks(); rank += 32) all &= scratch.max_rows[rank] < 0;
@@ -251,12 +261,13 @@ __device__ inline bool all_hosts_wait(const Op& op, const Scratch& scratch) {
 // [warp] Write the rows of messages to the head of the plan, and report them to a waiting host. Without a usable plan
 // exact messages have none. Called in write_head.
 // reports: kWrongCounts (rows of an exact message; they count as 0)
-__device__ inline void write_message_rows(const Op& op, const DispatchParams& params, bool usable, bool known) {
+template <Kernels K, class Params>
+__device__ inline void write_message_rows(const Op<K>& op, const Params& params, bool usable, bool known) {
   const Context& context = op.context;
   const int node = threadIdx.x % 32;
   int to = 0, from = 0;
   bool packs = false;
-  if (usable && known && node < context.num_nodes() && node != context.node) {
+  if (usable && known && node < op.num_nodes() && node != context.node) {
     const auto rows_of = [&](int source, int of) {
       return __ldcg(&own_counts(op, source).num_rows(context.config, of));
     };
@@ -276,14 +287,14 @@ __device__ inline void write_message_rows(const Op& op, const DispatchParams& pa
     if (node < kMaxNodes) rows.to[node] = to, rows.from[node] = from;
   };
   write(params.plan.head->message_rows);
-  if (has_messages(context) && params.args.num_rows < 0) write(*context.reports.message_rows);
+  if (has_messages(op) && params.reports_counts()) write(*context.reports.message_rows);
   __syncwarp();
 }
 
 // [warp] Write the head of the plan, and report the rows. Called in one warp of block 0. Without `usable` the counts
 // are not read: after a difference they may be stale. `known`: as in MessageRows.
-__device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable,
-                           bool known) {
+template <Kernels K, class Params>
+__device__ void write_head(const Op<K>& op, const Params& params, const Scratch& scratch, bool usable, bool known) {
   const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
   PlanHead& head = *params.plan.head;
   // Find the first item of each source. Count the partial sums of a combine: from ranks of this node, for tokens of
@@ -295,7 +306,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     const bool has_counts = usable && source < op.num_ranks();
     const int received = has_counts ? __ldcg(&own_counts(op, source).num_items(op.rank())) : 0;
     addends += has_counts ? __ldcg(&own_counts(op, rail_peer).num_items(op.first_local_rank() + source % locals)) : 0;
-    if (op.context.node_of(min(source, op.num_ranks() - 1)) == op.context.node) most_items = max(most_items, received);
+    if (op.node_of(min(source, op.num_ranks() - 1)) == op.context.node) most_items = max(most_items, received);
     const int up_to = end + inclusive_sum(received);
     if (source < op.num_ranks()) head.item_begin()[source] = up_to - received;
     end = __shfl_sync(~0u, up_to, 31);
@@ -313,24 +324,18 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     head.num_rows = usable ? static_cast<int32_t>(scratch.needed[op.rank()]) : 0;
     head.usable = usable;
   }
-  if (op.context.num_nodes() > 1) write_message_rows(op, params, usable, known);
+  if (op.num_nodes() > 1) write_message_rows(op, params, usable, known);
   __syncwarp();
   report_rows(op, params, head.num_rows);
 }
 
-// [team] Wait until all ranks of the node have read this rank's staging and metadata of earlier operations, and in
-// decode layout their slots. `is_free`: they had done so when this block began (poll_once). Then there is no wait, and
-// no barrier. Return false after an abort of this rank. Called by the stage warps of each block, and by the pull warps
-// about to announce.
-// waits: consumed (free staging), slots_free (free slots)
-template <class Team>
-__device__ bool wait_for_free_staging(const Op& op, const DispatchParams& params, bool is_free) {
-  const Context& context = op.context;
-  return is_free || first_warp_waits<Team>([&] {
-           return wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch) &&
-                  (!params.pushes ||
-                   wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch));
-         });
+// [team] Wait until all ranks of the node have read this rank's staging and metadata of earlier operations. `is_free`:
+// they had done so when this block began (poll_once). Then there is no wait, and no barrier. Return false after an
+// abort of this rank. Called by the stage warps of each block, and by the pull warps about to announce.
+// waits: consumed (free staging)
+template <class Team, Kernels K>
+__device__ bool wait_for_free_staging(const Op<K>& op, bool is_free) {
+  return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
 // [team] Make the plan. Called by the pull warps of the planning blocks, once staging is free. Return kAborted after an
@@ -339,7 +344,8 @@ __device__ bool wait_for_free_staging(const Op& op, const DispatchParams& params
 // and the caller's counts are 0. After kAgree and kDiffer the last planning block raises `listed`: by then all lists,
 // tables and the plan's head are written.
 // raises: listed
-__device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
+template <Kernels K, class Params>
+__device__ Verdict make_plan(const Op<K>& op, const Params& params, char* shared) {
   __shared__ bool usable, known, broken;
   const Context& context = op.context;
   Cursor c(shared);
@@ -363,7 +369,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   if (threadIdx.x < 32) {
     const bool fits = verdict == Verdict::kAgree && !broken && rows_fit(op, params, scratch);
     // After a difference nothing more is sent for this plan.
-    const bool all_know = has_messages(context) && (verdict != Verdict::kAgree || all_hosts_wait(op, scratch));
+    const bool all_know = has_messages(op) && (verdict != Verdict::kAgree || all_hosts_wait(op, scratch));
     if (threadIdx.x == 0) usable = fits, known = all_know;
   }
   PullWarps::sync();
@@ -381,4 +387,4 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   return verdict;
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

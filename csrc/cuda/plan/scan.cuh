@@ -14,7 +14,7 @@
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/plan/item.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
 
@@ -54,7 +54,9 @@ struct Scratch {
 };
 
 // One warp's part of the scratch, and its tokens [begin, end).
+template <Kernels K>
 struct Scan {
+  const Op<K> op;
   const Context& context;
   const int64_t* topk_idx;
   int *expert_offset, *rank_offset;
@@ -64,8 +66,9 @@ struct Scan {
   uint32_t inverse, inverse_topk;  // as in DispatchParams
 
   // [warp] Find the warp's tokens and its part of the scratch.
-  __device__ Scan(const Op& op, const DispatchParams& params, const Scratch& scratch, int warp)
-      : context(op.context), topk_idx(params.args.topk_idx) {
+  template <class Params>
+  __device__ Scan(const Op<K>& op, const Params& params, const Scratch& scratch, int warp)
+      : op(op), context(op.context), topk_idx(params.args.topk_idx) {
     const int experts = context.config.num_experts;
     expert_offset = scratch.expert_offset + warp * experts;
     marks = scratch.marks + warp * experts;
@@ -128,7 +131,7 @@ struct Scan {
         } else {
           const int rank = rank_of(expert);
           atomicOr(rank_marks + rank, 1u << lane);
-          nodes |= 1u << context.node_of(rank);
+          nodes |= 1u << op.node_of(rank);
         }
       }
     if (checks) wrong = __reduce_min_sync(~0u, wrong);
@@ -167,10 +170,11 @@ struct Scan {
 
 // [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Write sent_nodes to the
 // plan. Called by the pull warps of a planning block. Ends with a barrier of the pull warps.
-__device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+template <Kernels K, class Params>
+__device__ void count_tokens(const Op<K>& op, const Params& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < params.plan_warps) {
-    const Scan scan(op, params, scratch, warp);
+    const Scan<K> scan(op, params, scratch, warp);
     // Clear this warp's scratch.
 #pragma unroll 1
     for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_offset[e] = 0, scan.marks[e] = 0;
@@ -182,7 +186,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     // Count batch by batch: `finish` does.
     for (int first = scan.begin; first < scan.end; first += 32) {
       const uint32_t nodes = scan.load(first, true);
-      if (op.context.num_nodes() > 1 && first + lane < scan.end)
+      if (op.num_nodes() > 1 && first + lane < scan.end)
         params.plan.sent_nodes[first + lane] = nodes & ~(1u << op.context.node);
       scan.finish(first);
     }
@@ -192,7 +196,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
 
 // [thread] Count a token's experts in [first, first + num), and those of them below `expert`. `choices`: of the token,
 // in num_vectors vectors.
-__device__ int2 count_local(const int16_t* choices, int num_vectors, int first, int num, int expert) {
+__device__ inline int2 count_local(const int16_t* choices, int num_vectors, int first, int num, int expert) {
   int count = 0, below = 0;
   const auto add = [&](int choice) {
     count += static_cast<uint32_t>(choice - first) < static_cast<uint32_t>(num);
@@ -212,13 +216,14 @@ __device__ int2 count_local(const int16_t* choices, int num_vectors, int first, 
 }
 
 // [thread] Write the node of each of a token's columns to the plan, for combines.
-__device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token) {
+template <Kernels K>
+__device__ inline void list_nodes(const Scan<K>& scan, const Plan& plan, int token) {
   const Context& context = scan.context;
   const int num_topk = context.config.num_topk;
 #pragma unroll 1
   for (int k = 0; k < num_topk; ++k) {
     const int expert = scan.lane_choices()[k];
-    const int node = expert < 0 ? context.node : context.node_of(scan.rank_of(expert));
+    const int node = expert < 0 ? context.node : scan.op.node_of(scan.rank_of(expert));
     plan.k_node[static_cast<size_t>(token) * num_topk + k] = static_cast<uint8_t>(node);
   }
 }
@@ -253,12 +258,13 @@ __device__ __noinline__ inline int rows_before(const uint32_t* sent_nodes, int n
 // find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
 // plan, and for other nodes to table_out. The plan also gets sent_k and k_node, and with rows `known` (MessageRows)
 // sent_rows. `agree` has freed all this memory. No barrier at the end.
-__device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch, bool known) {
+template <Kernels K, class Params>
+__device__ void list_items(const Op<K>& op, const Params& params, const Scratch& scratch, bool known) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;
   const Context& context = op.context;
   const Config& config = context.config;
-  const Scan scan(op, params, scratch, warp);
+  const Scan<K> scan(op, params, scratch, warp);
   const int num_local = context.num_local_experts, locals = config.ranks_per_node;
   const int num_vectors = scan.choices_per_token / kChoices;
   const bool expert_layout = params.args.layout != Layout::kRank;
@@ -278,11 +284,11 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   // Lane n has the next row for node n.
   uint32_t packed = 0;
   int next_row = 0;
-  if (op.context.num_nodes() > 1 && known) {
-    const bool is_other = lane < op.context.num_nodes() && lane != context.node;
+  if (op.num_nodes() > 1 && known) {
+    const bool is_other = lane < op.num_nodes() && lane != context.node;
     packed = __ballot_sync(
         ~0u, is_other && is_packed(__ldcg(&own_counts(op, op.rank()).num_rows(config, lane)), params.args.num_tokens));
-    if (packed != 0) next_row = rows_before(params.plan.sent_nodes, context.num_nodes(), scan.begin);
+    if (packed != 0) next_row = rows_before(params.plan.sent_nodes, op.num_nodes(), scan.begin);
   }
   __syncwarp();
   const uint32_t lower_lanes = (1u << lane) - 1;
@@ -294,7 +300,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     const uint32_t nodes = scan.load(first, false);
     // Write the numbers of the token's items to the tables.
 #pragma unroll 1
-    for (int node = 0; node < op.context.num_nodes(); ++node) {
+    for (int node = 0; node < op.num_nodes(); ++node) {
       int row = token;
       bool has_row = token < scan.end;
       if (packed >> node & 1) {
@@ -331,7 +337,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const auto [copies, copy] = count_local(scan.lane_choices(), num_vectors, begin, num_local, expert);
         const Item item = item_of(rank, number_at(rank));
         if (copy == 0) {
-          const int node = context.node_of(rank);
+          const int node = op.node_of(rank);
           const bool packs = packed >> node & 1;
           item.begin(packs ? params.plan.sent_rows[static_cast<size_t>(node) * config.max_tokens + token] : token,
                      copies);
@@ -341,9 +347,9 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       }
     // Describe the token for senders and combine.
     if (token < scan.end) *sent_k = used;
-    if (token < scan.end && op.context.num_nodes() > 1) list_nodes(scan, params.plan, token);
+    if (token < scan.end && op.num_nodes() > 1) list_nodes(scan, params.plan, token);
     scan.finish(first);
   }
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

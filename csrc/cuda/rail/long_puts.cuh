@@ -4,7 +4,7 @@
 #pragma once
 #include "cuda/rail/wire.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // Lane 0 makes the bulk copies. A rail block has no other use for its shared memory.
 struct LongPuts {
@@ -101,4 +101,4 @@ struct LongPuts {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -37,8 +37,7 @@ __global__ void between(const __grid_constant__ Between params) {
 
 }  // namespace
 
-Messages::Messages(const BufferContext& context, std::shared_ptr<NcclComm> comm)
-    : context_(context), comm_(std::move(comm)) {
+Messages::Messages(const Context& context, std::shared_ptr<NcclComm> comm) : context_(context), comm_(std::move(comm)) {
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "priorities");
   // The highest priority: with CUDA_DEVICE_MAX_CONNECTIONS=1 streams of one priority share a queue. There this one
@@ -168,13 +167,12 @@ void Messages::finish(cudaStream_t stream, bool joins) {
   check(cudaStreamWaitEvent(stream, after_, 0), "event");
 }
 
-void Messages::dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaStream_t stream) {
+void Messages::exchange_dispatch(const RowArgs& args, size_t bytes_of_metadata) {
   const Config& config = context_.config;
   const Region& own = context_.own;
-  if (stages) exchange_calls();
   const bool exact = args.message_rows;
   const MessageRows rows = rows_of(args.message_rows);
-  const size_t row_bytes = row_stride(args.row_bytes), bytes_of_metadata = metadata_bytes(config, args);
+  const size_t row_bytes = row_stride(args.row_bytes);
   // Items of a rank lie behind each other; a node has no more of them than rows.
   const auto exchange_items = [&] {
     const size_t locals = config.ranks_per_node, lists = exact ? locals : 1, ints = context_.item_ints;
@@ -189,9 +187,7 @@ void Messages::dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaS
                 context_.table_ints * sizeof(int32_t)});
     });
   };
-  // With a hook rows go after the first launch.
-  const bool has_hook = stages != pulls && args.ticket == 0, sends = has_hook ? stages : pulls;
-  const bool has_items = sends && args.topk_idx;
+  const bool has_items = args.topk_idx;
   if (has_items && exact) exchange_items();
   const auto behind_first = [&] {  // they are not listed earlier
     if (has_items && !exact) exchange_items();
@@ -204,24 +200,15 @@ void Messages::dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaS
     add_array(rail(node, &RailArrays::sums), &Inbox::staging, row_bytes);
     if (bytes_of_metadata > 0) add_array(rail(node, &RailArrays::packed_metadata), &Inbox::metadata, bytes_of_metadata);
   };
-  if (sends)
-    exchange_rows(own.rows_arrived, context_.max_token_chunks, config.log_token_chunk, rows.to, rows.from,
-                  row_bytes + bytes_of_metadata, behind_first, exchange_arrays);
-  finish(stream, pulls);
+  exchange_rows(own.rows_arrived, context_.max_token_chunks, config.log_token_chunk, rows.to, rows.from,
+                row_bytes + bytes_of_metadata, behind_first, exchange_arrays);
 }
 
-void Messages::combine(const CombineArgs& args, bool pushes, bool reduces, cudaStream_t stream) {
+void Messages::exchange_sums(const SumArgs& args, size_t weights) {
   const Config& config = context_.config;
   const Region& own = context_.own;
-  if (pushes) exchange_calls();
-  if (pushes && args.combine_weights) {
-    const size_t bytes = config.max_tokens * config.weights_bytes();
-    exchange(own.rows_arrived, context_.max_token_chunks, 0, 1, whole, [&](int node, const auto& add) {
-      add(Array{inbox(context_.node, &Inbox::weights), inbox(node, &Inbox::weights), bytes});
-    });
-  }
   const MessageRows rows = rows_of(args.message_rows);  // sums go the other way
-  const size_t row_bytes = context_.slot_stride, weights = args.topk_weights ? config.num_topk : 0;
+  const size_t row_bytes = context_.slot_stride;
   const auto exchange_arrays = [&](int node, size_t row, const auto& add) {
     add(Array{inbox(node, &Inbox::staging) + row * row_bytes, rail(node, &RailArrays::sums) + row * row_bytes,
               row_bytes});
@@ -229,11 +216,41 @@ void Messages::combine(const CombineArgs& args, bool pushes, bool reduces, cudaS
       add(Array{inbox(node, &Inbox::weights) + row * weights, rail(node, &RailArrays::weights) + row * weights,
                 weights * sizeof(float)});
   };
-  if (pushes)
-    exchange_rows(
-        own.sums_arrived, context_.max_sum_chunks, config.log_sum_chunk, rows.from, rows.to,
-        row_bytes + weights * sizeof(float), [] {}, exchange_arrays);
-  finish(stream, reduces);
+  exchange_rows(
+      own.sums_arrived, context_.max_sum_chunks, config.log_sum_chunk, rows.from, rows.to,
+      row_bytes + weights * sizeof(float), [] {}, exchange_arrays);
+}
+
+void Messages::dispatch(const DispatchArgs& args, Launch launch, cudaStream_t stream) {
+  if (launch != Launch::kPull) exchange_calls();
+  if (launch != Launch::kPlanAndStage) exchange_dispatch(args, metadata_bytes(context_.config, args));
+  finish(stream, launch != Launch::kPlanAndStage);
+}
+
+void Messages::combine(const CombineArgs& args, cudaStream_t stream) {
+  exchange_calls();
+  exchange_sums(args, args.topk_weights ? context_.config.num_topk : 0);
+  finish(stream, true);
+}
+
+void Messages::decode_dispatch(const DecodeDispatchArgs& args, DecodeLaunch launch, cudaStream_t stream) {
+  if (launch != DecodeLaunch::kReceive) {
+    exchange_calls();
+    exchange_dispatch(args, metadata_bytes(context_.config, args));
+  }
+  finish(stream, launch != DecodeLaunch::kSend);
+}
+
+void Messages::decode_combine(const DecodeCombineArgs& args, DecodeLaunch launch, cudaStream_t stream) {
+  if (launch != DecodeLaunch::kReceive) {
+    exchange_calls();
+    const size_t bytes = context_.config.max_tokens * context_.config.weights_bytes();
+    exchange(context_.own.rows_arrived, context_.max_token_chunks, 0, 1, whole, [&](int node, const auto& add) {
+      add(Array{inbox(context_.node, &Inbox::weights), inbox(node, &Inbox::weights), bytes});
+    });
+    exchange_sums(args, 0);
+  }
+  finish(stream, launch != DecodeLaunch::kSend);
 }
 
 }  // namespace ep::cuda

@@ -31,15 +31,17 @@ class Messages {
  public:
   // [host] `context` of the buffer. `comm`: of this rank's rail; its ranks are the nodes. Wait for a small kernel, at
   // most as long as an operation waits for a peer.
-  Messages(const BufferContext& context, std::shared_ptr<NcclComm> comm);
+  Messages(const Context& context, std::shared_ptr<NcclComm> comm);
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
   // [host] Call this before a launch in `stream`: the messages follow what is in this stream by now.
   void follow(cudaStream_t stream) const;
   // [host] Send and receive what a launch needs, after this launch. Arguments as those of Engine.
-  void dispatch(const DispatchArgs& args, bool stages, bool pulls, cudaStream_t stream);
-  void combine(const CombineArgs& args, bool pushes, bool reduces, cudaStream_t stream);
+  void dispatch(const DispatchArgs& args, Launch launch, cudaStream_t stream);
+  void combine(const CombineArgs& args, cudaStream_t stream);
+  void decode_dispatch(const DecodeDispatchArgs& args, DecodeLaunch launch, cudaStream_t stream);
+  void decode_combine(const DecodeCombineArgs& args, DecodeLaunch launch, cudaStream_t stream);
   // [host] Return whether messages were captured: NCCL may then keep the memory of the region in its graphs.
   bool has_captured() const { return has_captured_; }
   // [host] Return the bytes of all messages sent, captured ones once.
@@ -59,7 +61,7 @@ class Messages {
     int num_ready = 1;
   };
   static Part whole(int) { return {}; }
-  // [host] Return the rows of all messages of a dispatch. `rows`: as in DispatchArgs.
+  // [host] Return the rows of all messages of a dispatch. `rows`: as in RowArgs.
   MessageRows rows_of(const MessageRows* rows) const;
   // [host] Send a message to each other node, and receive one. It covers chunks [begin, end) of a kind of wire flags:
   // [num_others, max_chunks]. `part_of(node)` returns a Part; `arrays(node, add)` calls add(Array) for each array.
@@ -71,12 +73,16 @@ class Messages {
   void exchange_rows(uint64_t* flags, int max_chunks, int log_chunk, const int32_t* sent, const int32_t* received,
                      size_t row_bytes, const BehindFirst& behind_first, const Arrays& arrays);
   void exchange_calls();
+  // [host] Exchange the rows of a dispatch, with their metadata, and the items of a new plan.
+  void exchange_dispatch(const RowArgs& args, size_t bytes_of_metadata);
+  // [host] Exchange the sums of a combine, with so many weights of each token.
+  void exchange_sums(const SumArgs& args, size_t weights);
   // [host] Raise the flags of the last message. While a graph is captured, let `stream` wait for the messages, if this
   // launch `joins` them: the first of two does not.
   void finish(cudaStream_t stream, bool joins);
   void launch_between();
 
-  // [host] As in Context (context.cuh).
+  // [host] As in Context (context.h).
   int other_node_idx(int node) const { return node - (node > context_.node); }
   int rail_peer(int node) const { return node * context_.config.ranks_per_node + context_.local; }
   template <class T>
@@ -89,7 +95,7 @@ class Messages {
                                 other_node_idx(node) * context_.own.rail_bytes);
   }
 
-  const BufferContext context_;
+  const Context context_;
   const std::shared_ptr<NcclComm> comm_;
   OwnedStream stream_;
   OwnedEvent before_, after_;  // the launch; the messages

@@ -14,7 +14,7 @@
 #include "cuda/rail/long_puts.cuh"
 #include "cuda/sync/call.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // An array by token, at the rail peer and here.
 struct TokenArray {
@@ -26,20 +26,21 @@ struct TokenArray {
 
 // This warp, among all warps of all rail blocks. Warps with consecutive numbers are in different blocks, so the relays
 // spread over the blocks.
+template <Kernels K>
 struct RailWarp {
-  const Op& op;
+  const Op<K>& op;
   const Context& context;
   const int lane, warp, num_warps;
   const int num_others, num_senders;
 
   // [warp] Find this warp's number. Called in all warps of rail blocks.
-  __device__ explicit RailWarp(const Op& op)
+  __device__ explicit RailWarp(const Op<K>& op)
       : op(op),
         context(op.context),
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
         num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
-        num_others(op.context.num_others()),
+        num_others(op.num_others()),
         num_senders(num_warps - num_others) {}
 
   // [warp] Return true in a relay, false in a sender.
@@ -47,7 +48,7 @@ struct RailWarp {
   // [warp] Return the number of this sender, from 0.
   __device__ int sender() const { return warp - num_others; }
   // [thread] Return the i-th other node. Every node begins with a different one.
-  __device__ int node(int i) const { return (context.node + 1 + i) % context.num_nodes(); }
+  __device__ int node(int i) const { return (context.node + 1 + i) % op.num_nodes(); }
   __device__ Wire wire() const { return Wire{context}; }
   // [thread] Return whether messages bring everything to other nodes.
   __device__ bool has_messages() const { return wire().has_messages(node(0)); }
@@ -247,4 +248,4 @@ struct RailWarp {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -3,16 +3,22 @@
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/rail/rail.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
-static_assert(kRailWarps <= kBlockWarps);
+static_assert(kRailWarps <= DispatchBlock<Kernels::kSeveralNodes>::kWarps);
 
-struct DispatchRailWarp : RailWarp {
+template <Kernels K, class Params>
+struct DispatchRailWarp : RailWarp<K> {
   // The maximum number of chunks of rows sent before the items of a new plan. A sender that does not wait for its puts
   // to cross could post all rows first, but no rank there pulls a row before it has all items.
   static constexpr int kChunksAhead = 4;
 
-  using RailWarp::RailWarp;
+  using Base = RailWarp<K>;
+  using Base::Base;
+  using Base::context, Base::lane, Base::op, Base::warp, Base::num_others, Base::num_senders;
+  using Base::count_bytes, Base::finish_sending, Base::flag_at, Base::has_messages, Base::long_puts, Base::message_rows;
+  using Base::node, Base::put_tokens, Base::raise, Base::relays, Base::sender, Base::signal_alone;
+  using Base::wait_for_peer, Base::wait_for_self, Base::wire;
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
   // `piece` counts them over all arrays, the same in all senders.
@@ -29,7 +35,7 @@ struct DispatchRailWarp : RailWarp {
   // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
   // there even without a usable plan. Called in senders, after `listed` of this rank.
   // raises: items_arrived
-  __device__ void send_items(const DispatchParams& params, bool usable) const {
+  __device__ void send_items(const Params& params, bool usable) const {
     const Config& config = context.config;
     for (int i = 0; i < num_others; ++i) {
       const int to = node(i);
@@ -44,7 +50,7 @@ struct DispatchRailWarp : RailWarp {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
         // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-        send_share(to, context.my_inbox(context.node, &Inbox::items) + begin,
+        send_share(to, op.my_inbox(context.node, &Inbox::items) + begin,
                    context.local_rail_buffer(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
       }
       if (puts)
@@ -59,24 +65,25 @@ struct DispatchRailWarp : RailWarp {
   // [thread] Return whether rows go before all ranks agree. Not in the second launch of a counted dispatch: there the
   // ranks agree already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
   // 8 blocks on H200 took 1495 us instead of 1455. Messages delay nothing: the Calls have one of their own before.
-  __device__ bool sends_early(const DispatchParams& params) const {
-    return params.stages && (params.rail_blocks > 1 || has_messages());
+  __device__ bool sends_early(const Params& params) const {
+    return params.stages() && (params.rail_blocks > 1 || has_messages());
   }
 
   // [thread] Return whether this rank's rows for a node are packed. A plan that this launch makes packs none.
-  __device__ bool packs(const DispatchParams& params, int node) const {
-    return has_messages() && !(params.new_plan && params.stages) && params.plan.head->message_rows.packed >> node & 1;
+  __device__ bool packs(const Params& params, int node) const {
+    return has_messages() && !(params.new_plan() && params.stages()) &&
+           params.plan.head->message_rows.packed >> node & 1;
   }
   // [thread] Return the number of rows of tokens before `token`, in messages to a node.
-  __device__ int rows_before(const DispatchParams& params, int node, int token) const {
+  __device__ int rows_before(const Params& params, int node, int token) const {
     if (!packs(params, node) || token == 0) return token;
     return __ldg(params.plan.sent_rows + static_cast<size_t>(node) * context.config.max_tokens + token - 1) + 1;
   }
 
   // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
   // the pull warps may not have counted them yet.
-  __device__ bool goes_to(const DispatchParams& params, int token, int node) const {
-    if (!params.new_plan || !sends_early(params)) return __ldcg(params.plan.sent_nodes + token) >> node & 1;
+  __device__ bool goes_to(const Params& params, int token, int node) const {
+    if (!params.new_plan() || !sends_early(params)) return __ldcg(params.plan.sent_nodes + token) >> node & 1;
     const Config& config = context.config;
     const int64_t* const experts = params.args.topk_idx + static_cast<size_t>(token) * config.num_topk;
     const int of_node = context.num_local_experts * config.ranks_per_node;
@@ -93,11 +100,11 @@ struct DispatchRailWarp : RailWarp {
   // Row and metadata of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not
   // staged come from the caller's tensor, if all nodes are mapped. Messages take both from the own inbox, or packed by
   // this. Called in senders, after `staged` of this rank.
-  __device__ void send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
-    char* const staging = context.my_inbox(context.node, &Inbox::staging);
+  __device__ void send_tokens(const Params& params, LongPuts& puts, int to, int begin, int end) const {
+    char* const staging = op.my_inbox(context.node, &Inbox::staging);
     const char* const rows = params.stages_rows ? staging : params.args.rows;
     const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
-    char* const metadata = context.my_inbox(context.node, &Inbox::metadata);
+    char* const metadata = op.my_inbox(context.node, &Inbox::metadata);
     const bool packs = this->packs(params, to);
     if (wire().has_messages(to)) {
       const uint32_t token_bytes = params.row_stride + params.metadata_bytes;
@@ -136,8 +143,8 @@ struct DispatchRailWarp : RailWarp {
 
   // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable. The host
   // does not know that, so its messages cross all the same; exact ones have no rows then.
-  __device__ bool sends_rows(const DispatchParams& params) const {
-    return params.new_plan || params.plan.head->usable || (has_messages() && !params.args.message_rows);
+  __device__ bool sends_rows(const Params& params) const {
+    return params.new_plan() || params.plan.head->usable || (has_messages() && !params.args.message_rows);
   }
   // [thread] Return the number of chunks of so many rows of messages.
   __device__ int chunks_of(int num_rows) const {
@@ -151,13 +158,13 @@ struct DispatchRailWarp : RailWarp {
   // them. Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
   // waits: listed of this rank, staged of this rank, inbox_free (free staging)
   // raises: rows_arrived
-  __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
+  __device__ Verdict send_rows(const Params& params, char* shared) const {
     if (!sends_early(params) || !sends_rows(params)) {
       const Verdict verdict = agree(op, false);
       if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
     }
     const uint64_t* const listed = context.own.listed + op.rank();
-    bool has_items = params.new_plan;  // to be sent
+    bool has_items = params.new_plan();  // to be sent
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
     const bool exact = params.args.message_rows;
@@ -209,11 +216,11 @@ struct DispatchRailWarp : RailWarp {
   // ranks agree on the next operation.
   // waits: items_arrived (lists), listed of this rank, rows_arrived (rows)
   // raises: listed, staged
-  __device__ Verdict relay_rows(const DispatchParams& params, int node) const {
+  __device__ Verdict relay_rows(const Params& params, int node) const {
     const Verdict verdict = agree(op, false);
     if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
     const int source = context.rail_peer(node), max_chunks = context.max_token_chunks;
-    if (params.new_plan) {
+    if (params.new_plan()) {
       if (!wait_for_peer(Phase::kLists, node, context.own.items_arrived)) return Verdict::kAborted;
       raise(context.own.listed + source);
       if (!wait_for_self(context.own.listed + op.rank())) return Verdict::kAborted;  // then PlanHead::usable is written
@@ -239,14 +246,13 @@ struct DispatchRailWarp : RailWarp {
 
 // [warp] Do one rail warp's part of a dispatch: begin, then send or relay. Called in all warps of rail blocks.
 // `is_free` as in wait_for_free_staging. Return what `agree` found, or kAborted after an abort of this rank.
-__device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params, char* shared, bool is_free) {
-  const DispatchRailWarp warp(op);
-  if (params.stages && !warp.begin_dispatch(params.new_plan, is_free)) return Verdict::kAborted;
+template <Kernels K, class Params>
+__device__ __noinline__ inline Verdict run_rail(Op<K> op, const Params& params, char* shared, bool is_free) {
+  const DispatchRailWarp<K, Params> warp(op);
+  if (params.stages() && !warp.begin_dispatch(params.new_plan(), is_free)) return Verdict::kAborted;
   stamp(op, Step::kBegun);
-  // With a hook rows are sent in the first launch, and relayed in the second one.
-  if (warp.relays()) return params.pulls ? warp.relay_rows(params, warp.node(warp.warp)) : Verdict::kAgree;
-  const bool sends = params.has_hook() ? params.stages : params.pulls;
-  return sends ? warp.send_rows(params, shared) : Verdict::kAgree;
+  if (warp.relays()) return params.pulls() ? warp.relay_rows(params, warp.node(warp.warp)) : Verdict::kAgree;
+  return params.sends() ? warp.send_rows(params, shared) : Verdict::kAgree;
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -1,23 +1,29 @@
 // The rail blocks of a combine: they send this node's sums of rail peers' tokens, with weights, chunk by chunk, and
-// relay those sent to this rank. In decode layout combine weights are sent and relayed first.
+// relay those sent to this rank.
 #pragma once
 #include "cuda/combine/combine.cuh"
 #include "cuda/rail/rail.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 static_assert(kRailWarps <= Pipeline::kThreads / 32);
 
-struct CombineRailWarp : RailWarp {
-  using RailWarp::RailWarp;
+template <Kernels K, class Params>
+struct CombineRailWarp : RailWarp<K> {
+  using Base = RailWarp<K>;
+  using Base::Base;
+  using Base::context, Base::lane, Base::op, Base::warp, Base::num_others, Base::num_senders;
+  using Base::count_bytes, Base::finish_sending, Base::flag_at, Base::has_messages, Base::long_puts, Base::message_rows;
+  using Base::node, Base::put_tokens, Base::raise, Base::relays, Base::sender, Base::signal_alone;
+  using Base::wait_for_peer, Base::wait_for_self, Base::wire;
 
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
   // experts on this node. Direct sums are only counted: they are there already. Weights go by whole tokens; the owner
   // reads only the columns with experts here. Called in senders, after `summed`.
-  __device__ void send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
+  __device__ void send_sums_of(const Params& params, LongPuts& puts, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
-    const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
+    const uint32_t weight_bytes = params.topk_weights() ? config.num_topk * sizeof(float) : 0;
     if (wire().has_messages(to)) {
       if (sender() == 0)
         count_bytes(context.arrays.bytes_sent, to,
@@ -32,9 +38,9 @@ struct CombineRailWarp : RailWarp {
     };
     if (!wire().maps(to) && !wire().has_messages(to))
       return put_tokens(to, begin, end,
-                        {context.remote_rail_buffer(to, &RailArrays::sums), context.my_inbox(to, &Inbox::staging),
+                        {context.remote_rail_buffer(to, &RailArrays::sums), op.my_inbox(to, &Inbox::staging),
                          context.slot_stride, context.row_bytes},
-                        {context.remote_rail_buffer(to, &RailArrays::weights), context.my_inbox(to, &Inbox::weights),
+                        {context.remote_rail_buffer(to, &RailArrays::weights), op.my_inbox(to, &Inbox::weights),
                          weight_bytes, weight_bytes},
                         goes_to);
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
@@ -48,41 +54,15 @@ struct CombineRailWarp : RailWarp {
       for (; !context.maps(to) && lanes != 0; lanes &= lanes - 1) {
         const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
         puts.put(to, {context.remote_rail_buffer(to, &RailArrays::sums) + offset,
-                      context.my_inbox(to, &Inbox::staging) + offset, context.row_bytes});
+                      op.my_inbox(to, &Inbox::staging) + offset, context.row_bytes});
       }
       if (weight_bytes > 0) {
         const size_t offset = static_cast<size_t>(lane_token) * config.num_topk;
         wire().stores().put_each(to, goes, context.remote_rail_buffer(to, &RailArrays::weights) + offset,
-                                 context.my_inbox(to, &Inbox::weights) + offset, config.num_topk);
+                                 op.my_inbox(to, &Inbox::weights) + offset, config.num_topk);
       }
     }
     puts.drain();
-  }
-
-  // [warp] Put the combine weights of this rank's tokens to the rail peers; the senders take the peers in turn. All
-  // ranks have begun this combine, so nobody there uses the memory any more. Called in senders, once all ranks agree.
-  // raises: rows_arrived
-  __device__ void send_combine_weights(const CombineParams& params) const {
-    float* const combine_weights = context.my_inbox(context.node, &Inbox::weights);
-    // Whole vectors: up to 12 bytes more go to the padding behind the array.
-    const int num = params.args.num_tokens * context.config.num_topk;
-    const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
-    for (int i = sender(); i < num_others; i += num_senders) {
-      // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-      count_bytes(context.arrays.lists_sent, node(i), uint64_t{bytes});
-      wire().put(node(i), combine_weights, combine_weights, bytes);
-      signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks));
-    }
-  }
-
-  // [warp] Wait for the combine weights of the rail peer on `node`, and raise its first `staged` flag at every rank of
-  // this node. Return false after an abort of this rank. Called in a relay, once all ranks agree.
-  // waits: rows_arrived (weights)
-  // raises: staged
-  __device__ bool relay_combine_weights(int node) const {
-    if (!wait_for_peer(Phase::kWeights, node, context.own.rows_arrived, context.max_token_chunks)) return false;
-    raise(context.own.staged + static_cast<size_t>(context.rail_peer(node)) * context.max_token_chunks);
-    return true;
   }
 
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
@@ -90,7 +70,7 @@ struct CombineRailWarp : RailWarp {
   // no sums to wait for.
   // waits: summed of this rank
   // raises: sums_arrived
-  __device__ bool send_sums(const CombineParams& params, char* shared) const {
+  __device__ bool send_sums(const Params& params, char* shared) const {
     LongPuts puts = long_puts(shared, params.memory.pipeline.num_smem_stages * params.memory.pipeline.smem_stage_bytes);
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk < max_chunks; ++chunk)
@@ -102,8 +82,7 @@ struct CombineRailWarp : RailWarp {
         const bool has_message = wire().has_messages(to) && begin < message_end;
         if (!has_tokens && !has_message) continue;
         // Wait for the chunk of the window with the last of these tokens.
-        const int summed =
-            context.other_node_idx(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
+        const int summed = context.other_node_idx(to) * op.num_far_chunks() + (end - 1) / context.config.window_chunk;
         if (has_tokens && !wait_for_self(context.own.summed + summed)) return false;
         send_sums_of(params, puts, to, begin, has_message ? message_end : end);
         finish_sending(context.arrays.sums_sent + context.other_node_idx(to) * max_chunks + chunk, to,
@@ -119,7 +98,7 @@ struct CombineRailWarp : RailWarp {
   // agree.
   // waits: sums_arrived (sums between nodes)
   // raises: sums_relayed
-  __device__ bool relay_sums(const CombineParams& params, int node) const {
+  __device__ bool relay_sums(const Params& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
     // Wait for messages without sums for this node too, as relay_rows.
     const int num_tokens = has_messages() ? max(message_rows(params, &MessageRows::to, node),
@@ -137,29 +116,24 @@ struct CombineRailWarp : RailWarp {
   }
 };
 
-// [warp] Do one rail warp's part of a combine: begin, agree, send or relay combine weights, then sums. Called in all
-// warps of rail blocks. Return what `agree` found, or kAborted after an abort of this rank.
-__device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params, char* shared) {
-  const CombineRailWarp warp(op);
-  if (params.pushes && !warp.begin_combine()) return Verdict::kAborted;
+// [thread] Return whether sums cross, once all ranks agree. With an unusable plan no rank sends anything, except for
+// messages: the host does not know it, so they cross. Exact ones have no rows then.
+template <Kernels K, class Params>
+__device__ inline bool sends_sums(const CombineRailWarp<K, Params>& warp, const Params& params) {
+  return params.plan.head->usable || (warp.has_messages() && !params.args.message_rows);
+}
+
+// [warp] Do one rail warp's part of a combine: begin, agree, then send or relay sums. Called in all warps of rail
+// blocks. Return what `agree` found, or kAborted after an abort of this rank.
+template <Kernels K>
+__device__ __noinline__ inline Verdict run_rail(Op<K> op, const CombineParams& params, char* shared) {
+  const CombineRailWarp<K, CombineParams> warp(op);
+  if (!warp.begin_combine()) return Verdict::kAborted;
   stamp(op, Step::kBegun);
-  if (!params.reduces && !params.shares_combine_weights()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
-  if (verdict != Verdict::kAgree) return verdict;
-  // With an unusable plan no rank sends anything, except for messages: the host does not know it, so they cross. Exact
-  // ones have no rows then.
-  if (!params.plan.head->usable && (!warp.has_messages() || params.args.message_rows)) return verdict;
-  if (params.shares_combine_weights()) {
-    if (!warp.relays())
-      warp.send_combine_weights(params);
-    else if (!warp.relay_combine_weights(warp.node(warp.warp)))
-      return Verdict::kAborted;
-  }
-  // With a hook sums are sent in the first launch, and relayed in the second one.
-  bool ok = true;
-  if (warp.relays() && params.reduces) ok = warp.relay_sums(params, warp.node(warp.warp));
-  if (!warp.relays() && params.pushes) ok = warp.send_sums(params, shared);
+  if (verdict != Verdict::kAgree || !sends_sums(warp, params)) return verdict;
+  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params, shared);
   return ok ? verdict : Verdict::kAborted;
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -19,13 +19,14 @@
 //
 // The kernels are compiled into two modules: for the NVSHMEM wire, and for the peer and the NCCL wire.
 #pragma once
+#include "cuda/op.cuh"
 #ifdef EP_WIRE_NVSHMEM
 #include "cuda/rail/wire_nvshmem.cuh"
 #else
 #include "cuda/rail/wire_nccl.cuh"
 #endif
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 #ifdef EP_WIRE_NVSHMEM
 using Wire = NvshmemWire;
@@ -34,8 +35,9 @@ using Wire = NcclWire;
 #endif
 
 // [thread] Return whether messages bring everything to other nodes.
-__device__ inline bool has_messages(const Context& context) {
-  return context.num_nodes() > 1 && Wire{context}.has_messages(context.node == 0);
+template <Kernels K>
+__device__ inline bool has_messages(const Op<K>& op) {
+  return op.num_nodes() > 1 && Wire{op.context}.has_messages(op.context.node == 0);
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

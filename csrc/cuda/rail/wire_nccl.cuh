@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/rail/wire_peer.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 struct NcclWire {
   const Context& context;
@@ -38,4 +38,4 @@ struct NcclWire {
   __device__ void arrived(int, uint64_t*, uint64_t) const {}
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -5,10 +5,10 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "cuda/context.cuh"
+#include "cuda/context.h"
 #include "cuda/rail/wire_peer.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 struct NvshmemWire {
   const Context& context;
@@ -60,4 +60,4 @@ struct NvshmemWire {
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -1,11 +1,11 @@
 // The peer wire: stores through NVLink, between virtual nodes of one host. The functions are those of wire.cuh. The
 // NVSHMEM wire is this one too, for rail peers that NVLink reaches.
 #pragma once
-#include "cuda/context.cuh"
+#include "cuda/context.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/ptx.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 struct PeerWire {
   const Context& context;
@@ -45,4 +45,4 @@ struct PeerWire {
   __device__ void arrived(int, uint64_t*, uint64_t) const {}
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -4,39 +4,46 @@
 #include "cuda/engine.h"
 #include "cuda/sync/error.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [thread] Return the Call of `rank` in this rank's memory, for this operation: [Call::kNumWords].
-__device__ inline Tagged* call_at(const Op& op, int rank) {
+template <Kernels K>
+__device__ inline Tagged* call_at(const Op<K>& op, int rank) {
   return op.context.own.called + (static_cast<int>(op.epoch % 2) * op.num_ranks() + rank) * Call::kNumWords;
 }
 // [thread] Return one word of it. `agree` has seen the Call. The word of an absent rank may be of an older operation.
-__device__ inline uint64_t word_of_call(const Op& op, int rank, int word) {
+template <Kernels K>
+__device__ inline uint64_t word_of_call(const Op<K>& op, int rank, int word) {
   uint64_t epoch, data;
   ptx::load_pair(call_at(op, rank) + word, epoch, data);
   return data;
 }
 // [thread] Return a field of it, as word_of_call.
-__device__ inline int32_t field_of(const Op& op, int rank, Field field) {
+template <Kernels K>
+__device__ inline int32_t field_of(const Op<K>& op, int rank, Field field) {
   const int which = static_cast<int>(field);
   return static_cast<int32_t>(word_of_call(op, rank, which / 2) >> 32 * (which % 2));
 }
 
 // [thread] Return the number of rows for tokens of the rail peer on `node`: for all of them unless they are packed.
 // Called after `agree`, with the head of the plan.
-__device__ inline int rows_from(const Op& op, const Plan& plan, int node) {
+template <Kernels K>
+__device__ inline int rows_from(const Op<K>& op, const Plan& plan, int node) {
   const MessageRows& rows = plan.head->message_rows;
-  return has_messages(op.context) && rows.known ? rows.from[node]
-                                                : field_of(op, op.context.rail_peer(node), Field::kNumTokens);
+  return has_messages(op) && rows.known ? rows.from[node] : field_of(op, op.context.rail_peer(node), Field::kNumTokens);
 }
 
 // [thread] Return the counts of `source` in the memory of local rank `local`, for this operation.
-__device__ inline Counts counts_at(const Op& op, int local, int source) {
+template <Kernels K>
+__device__ inline Counts counts_at(const Op<K>& op, int local, int source) {
   const int index = static_cast<int>(op.epoch % 2) * op.num_ranks() + source;
   return {op.context.peers.at(op.context.own.counts + index * op.context.counts_ints, local)};
 }
 // [thread] Return the counts of `source` in this rank's memory.
-__device__ inline Counts own_counts(const Op& op, int source) { return counts_at(op, op.context.local, source); }
+template <Kernels K>
+__device__ inline Counts own_counts(const Op<K>& op, int source) {
+  return counts_at(op, op.context.local, source);
+}
 
 // [warp] Write this rank's Call to every rank of the node, in one warp of one block. Wait for nothing. All that this
 // rank did in earlier operations comes before this kernel, so it comes before the Call. With `covers` the Call also
@@ -46,7 +53,8 @@ __device__ inline Counts own_counts(const Op& op, int source) { return counts_at
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
 // e - 1, and completed e - 2. The same holds for counts, choices and combine weights.
 // raises: called
-__device__ inline void announce(const Op& op, const Call& call, bool covers) {
+template <Kernels K>
+__device__ inline void announce(const Op<K>& op, const Call& call, bool covers) {
   const Context& context = op.context;
   if (covers && static_cast<int>(threadIdx.x) % 32 < op.ranks_per_node()) ptx::fence_system();
 #pragma unroll 1
@@ -62,20 +70,22 @@ __device__ inline void announce(const Op& op, const Call& call, bool covers) {
 enum class Verdict { kAgree, kDiffer, kAborted };
 
 // [thread] Return the phase of a wait for Calls.
-__device__ inline Phase phase_of_calls(const Op& op) {
+template <Kernels K>
+__device__ inline Phase phase_of_calls(const Op<K>& op) {
   return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
 }
 
 // [warp] Wait for the Calls of all ranks. Return as wait_until. A lane waits for one word. If all words need several
 // waits, wait for one word of each rank first: each wait has the limit anew, and names only late ranks of its own.
 // waits: called (counts, or partial sums in a combine)
-__device__ inline bool wait_for_calls(const Op& op) {
+template <Kernels K>
+__device__ inline bool wait_for_calls(const Op<K>& op) {
   constexpr int kTogether = 32 / Call::kNumWords;  // ranks
   const int lane = threadIdx.x % 32;
   const auto wait = [&](int rank, int word) {
     rank = min(rank, op.num_ranks() - 1);
     const uint64_t* const flag = &call_at(op, rank)[word].epoch;
-    return wait_until(op, phase_of_calls(op), flag, op.epoch, rank, op.context.raiser_of(rank));
+    return wait_until(op, phase_of_calls(op), flag, op.epoch, rank, op.raiser_of(rank));
   };
   // Wait for one word of each rank.
 #pragma unroll 1
@@ -88,41 +98,11 @@ __device__ inline bool wait_for_calls(const Op& op) {
   return true;
 }
 
-// [warp] With masks: decide once for all blocks which ranks take part in the operation. One warp of block 0 waits for
-// all ranks and decides, and all other callers wait for it. Called by every warp that compares the Calls. Return false
-// after an abort of this rank.
-__device__ inline bool decide(const Op& op) {
-  const Context& context = op.context;
-  const auto has_decided = [&] { return ptx::load_acquire(&context.state->decided) >= op.epoch; };
-  const bool decides = op.block == 0 && (op.operation == Operation::kCombine || threadIdx.x < 32);
-  if (decides && !__any_sync(~0u, has_decided())) {
-    if (!wait_for_calls(op)) return false;
-    if (aborts_if_excluded(op, phase_of_calls(op))) return false;
-    const uint32_t absent = masked_ranks(op);
-    if (threadIdx.x % 32 == 0) {
-      *static_cast<volatile uint32_t*>(&context.state->absent) = absent;
-      ptx::fence_system();
-      ptx::store_relaxed(&context.state->decided, op.epoch);
-    }
-    __syncwarp();
-    return true;
-  }
-  for (int turn = 1; !__any_sync(~0u, has_decided()); ++turn)
-    if (turn % 32 == 0 && __any_sync(~0u, has_aborted(context))) return false;
-  ptx::fence_system();
-  __syncwarp();
-  return true;
-}
-
-// [thread] Return a bit for each rank that takes no part in this operation. Called after `agree`.
-__device__ inline uint32_t absent_ranks(const Op& op) {
-  return has_masks(op.context) ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
-}
-
 // [warp] Compare the Calls of all ranks, after wait_for_calls. Find the first field that differs, and the first rank
 // that differs there. Without a difference find the first rank whose numbers are out of range: the field is then
 // kNumCompared. A lane compares one word of one rank at a time: this code runs once, so short code is fast code.
-__device__ inline Difference find_difference(const Op& op) {
+template <Kernels K>
+__device__ inline Difference find_difference(const Op<K>& op) {
   constexpr int kTogether = 32 / Call::kNumWords;  // ranks
   const int lane = threadIdx.x % 32, which = lane % Call::kNumWords;
   const auto load = [&](int rank) { return word_of_call(op, rank, which); };
@@ -163,10 +143,12 @@ __device__ inline Difference find_difference(const Op& op) {
 // of its own pushes first.
 // waits: pushed (partial sums) after a difference
 // reports: kDiffer, kWrongCall
-__device__ EP_ONE_COPY inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
+template <Kernels K>
+__device__ inline Verdict compare_calls(Op<K> op, bool keeps, bool drains) {
   const Context& context = op.context;
   if (op.is_second && context.state->agreed == op.epoch) return Verdict::kAgree;
-  if (has_masks(context) ? !decide(op) : !wait_for_calls(op)) return Verdict::kAborted;
+  const auto wait = [&] { return wait_for_calls(op); };
+  if (has_masks(op) ? !decide(op, phase_of_calls(op), wait) : !wait()) return Verdict::kAborted;
   const Difference found = find_difference(op);
   if (!found.found) {
     if (!op.is_second && op.block == 0 && threadIdx.x % 32 == 0) context.state->agreed = op.epoch;
@@ -198,18 +180,19 @@ __device__ EP_ONE_COPY inline Verdict agree(Op op, bool keeps = true, bool drain
   }
   return Verdict::kDiffer;
 }
+template <Kernels K>
+__device__ __noinline__ inline Verdict compare_calls_in_one_copy(Op<K> op, bool keeps, bool drains) {
+  return compare_calls(op, keeps, drains);
+}
 
-// [block] With masks: abort this rank if another one has masked it, because that rank may have overwritten memory read
-// here. Return whether it has aborted. Called in the last block, before `complete`.
-template <class Block>
-__device__ bool was_masked_by_a_peer(const Op& op) {
-  if (!has_masks(op.context)) return false;
-  bool excluded = false;
-  if (Block::thread() < 32) {
-    const Phase phase = op.operation == Operation::kDispatch ? Phase::kRows : Phase::kSums;
-    excluded = aborts_if_excluded(op, phase);
-  }
-  return __syncthreads_or(excluded);
+// [warp] Agree on an operation: compare_calls. With several nodes many kinds of warps do, so there is one copy of the
+// code: later warps find it in the caches.
+template <Kernels K>
+__device__ inline Verdict agree(Op<K> op, bool keeps = true, bool drains = true) {
+  if constexpr (has_several_nodes(K))
+    return compare_calls_in_one_copy(op, keeps, drains);
+  else
+    return compare_calls(op, keeps, drains);
 }
 
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
@@ -223,12 +206,12 @@ __device__ bool was_masked_by_a_peer(const Op& op) {
 // were used, or their mbarriers have counted the bytes. Nothing that a peer stores after it sees the flag can change
 // them any more. So with one node the flags need no fence of the system, which takes 0.6 us even with nothing to order
 // (H200). With several nodes puts have read memory too; there the fence stays.
-template <class Block>
-__device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs,
+template <class Block, Kernels K>
+__device__ void complete(const Op<K>& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs,
                          bool both = false) {
   const Context& context = op.context;
   State* state = context.state;
-  const bool one_node = context.num_nodes() == 1;
+  const bool one_node = op.num_nodes() == 1;
   // Wait until all puts have read their source: a flag below lets peers overwrite it.
   if (!one_node) {
     if (Block::thread() == 0) Wire{context}.quiet();
@@ -258,7 +241,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   publish_error(context, error);
   // Ranks that differ may have different messages under way. So no later kernel of this rank does anything. The host is
   // told even if the difference itself is not published, because there is an earlier error.
-  if (differs && has_messages(context)) {
+  if (differs && has_messages(op)) {
     state->aborted = 1;
     __threadfence_system();
     *static_cast<volatile uint32_t*>(&context.report->out_of_step) = 1;
@@ -267,4 +250,4 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   state->epoch = op.epoch;
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -4,7 +4,7 @@
 #pragma once
 #include "cuda/sync/wait.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // [thread] Record the operation's error. Return true for the first caller only: it then writes State::facts. All other
 // errors of the operation are dropped.
@@ -47,4 +47,4 @@ __device__ inline void publish_error(const Context& context, int32_t recorded) {
   *static_cast<volatile int32_t*>(&report->error) = recorded;
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

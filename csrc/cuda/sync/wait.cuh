@@ -2,29 +2,12 @@
 // for choices, combine weights and tagged sums do not (count_choices, load_combine_weight, take_tagged_sum): the wait
 // for Calls or is_too_late ends them.
 #pragma once
-#include "cuda/context.cuh"
+#include "cuda/decode/masks.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/op.cuh"
 #include "cuda/rail/wire.cuh"
 
-namespace ep::cuda::EP_KERNELS {
-
-// One operation under way, passed to every step. A __noinline__ function takes it by value: a reference would keep it
-// in memory.
-struct Op {
-  const Context& context;
-  Operation operation;
-  uint64_t epoch;
-  int block, num_blocks;  // this block; number of blocks without the rail blocks. In these, block >= num_blocks
-  bool is_second;         // of two launches
-
-  __device__ int rank() const { return context.config.rank; }
-  __device__ int num_ranks() const { return context.num_ranks; }
-  __device__ int ranks_per_node() const { return context.config.ranks_per_node; }
-  // First rank of this node.
-  __device__ int first_local_rank() const { return kOneNode ? 0 : context.node * context.config.ranks_per_node; }
-  // Whether this block is a rail block.
-  __device__ bool is_rail() const { return !kOneNode && block >= num_blocks; }
-};
+namespace ep::cuda {
 
 // [thread] Return whether this rank has aborted: a kernel or its host has set State::aborted.
 __device__ __forceinline__ bool has_aborted(const Context& context) {
@@ -58,7 +41,8 @@ __device__ inline uint64_t bits_of_all(uint64_t bits) {
 // ranks. Only the first call on a rank does anything; after an abort by the host, none does. Other waits of this rank
 // then end within 32 turns.
 // raises: aborted
-__device__ __noinline__ inline void abort_rank(Op op, Phase phase, const RankSet& late, uint64_t waited_ns) {
+template <Kernels K>
+__device__ __noinline__ inline void abort_rank(Op<K> op, Phase phase, const RankSet& late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
   Report* report = context.report;
@@ -75,69 +59,32 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, const RankSet
     const uint64_t names = late.words[word] | (word == 0);
     ptx::fence_system();
     raise_on_node(context, aborted, names);
-    for (int node = 0; node < context.num_nodes(); ++node)
+    for (int node = 0; node < op.num_nodes(); ++node)
       if (node != context.node) Wire{context}.signal(node, aborted, names);
   }
 }
 
 // [thread] Abort this rank because of one late rank.
-__device__ __noinline__ inline void abort_because_of(Op op, Phase phase, int rank, uint64_t waited_ns) {
+template <Kernels K>
+__device__ __noinline__ inline void abort_because_of(Op<K> op, Phase phase, int rank, uint64_t waited_ns) {
   RankSet late;
   late.words[(rank + 1) / 64] = RankSet::bit(rank, (rank + 1) / 64);
   abort_rank(op, phase, late, waited_ns);
 }
 
 // [thread] Return the names in the flag `aborted` of a rank, as loaded. The first word is 0 without an abort.
-__device__ inline const uint64_t* names_by(const Op& op, int rank) {
+template <Kernels K>
+__device__ inline const uint64_t* names_by(const Op<K>& op, int rank) {
   return op.context.own.aborted + rank * op.context.rank_words;
-}
-
-// [thread] Return whether this buffer masks late ranks instead of aborting.
-__device__ inline bool has_masks(const Context& context) { return kExtras && context.config.masks; }
-
-// [thread] Return whether this rank has masked `rank`.
-__device__ inline bool is_masked(const Context& context, int rank) {
-  return has_masks(context) && static_cast<volatile int32_t*>(context.arrays.masked)[rank] != 0;
-}
-
-// [warp] Return a bit for each masked rank. With masks there are at most 32 ranks.
-__device__ inline uint32_t masked_ranks(const Op& op) {
-  const int lane = threadIdx.x % 32;
-  return __ballot_sync(~0u, lane < op.num_ranks() && is_masked(op.context, lane));
-}
-
-// [thread] Mask a rank of the node: from now on no warp of this rank waits for it. Raise `excluded` at the masked rank
-// first. It may be slow, not dead, and may read memory that this rank overwrites after this call. So it reads the flag
-// after its last load.
-// raises: excluded
-__device__ inline void mask_rank(const Context& context, int rank) {
-  ptx::store_relaxed(context.peers.at(context.own.excluded + context.config.rank, context.local_of(rank)), 1);
-  ptx::fence_system();
-  atomicExch(context.arrays.masked + rank, 1);
-}
-
-// [warp] Return whether a rank that is not masked has masked this one. Called with masks, which have one node.
-__device__ inline bool is_excluded(const Op& op) {
-  const int lane = threadIdx.x % 32;
-  ptx::fence_system();
-  return __any_sync(~0u, lane < op.num_ranks() && !is_masked(op.context, lane) &&
-                             ptx::load_acquire(op.context.own.excluded + lane) != 0);
-}
-
-// [warp] With masks: abort this rank if another one has masked it. Return whether it has.
-// reports: late (this rank itself, masked by another one)
-__device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
-  if (!has_masks(op.context) || !is_excluded(op)) return false;
-  if (threadIdx.x % 32 == 0) abort_because_of(op, phase, op.rank(), 0);
-  return true;
 }
 
 // [thread] Return whether this warp adds its waits to Context::wait_ns. One warp at a time does. In a dispatch it is
 // the first pull warp of block 0, which plans. In a combine it is a warp of the last block, which mostly reduces from
 // the start: warp 0 waits for free slots, then a summing or the preparing warp for Calls, then the preparing warp for
 // sums.
-__device__ inline bool measures_waits(const Op& op) {
-  if (!kExtras || op.context.wait_ns == nullptr) return false;
+template <Kernels K>
+__device__ inline bool measures_waits(const Op<K>& op) {
+  if (!measures_waits(K) || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
 }
 
@@ -147,10 +94,11 @@ __device__ inline bool measures_waits(const Op& op) {
 constexpr uint64_t kPatienceNs = 1'000'000'000;
 
 // [thread] Return the limit of a single wait. With masks it is the same for all waits (docs/protocol_faults.md).
-__device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is_relayed) {
+template <Kernels K>
+__device__ inline uint64_t limit_ns(const Op<K>& op, Phase phase, bool is_relayed) {
   const bool hangs_on_waits =
       is_relayed || phase == Phase::kFreeStaging || phase == Phase::kFreeSlots || phase == Phase::kNodeSums;
-  return context.timeout_ns + (hangs_on_waits && !has_masks(context) ? kPatienceNs : 0);
+  return op.context.timeout_ns + (hangs_on_waits && !has_masks(op) ? kPatienceNs : 0);
 }
 
 // [warp] Abort this rank: some lane's limit is over, or some lane's raiser has aborted. Find the ranks to blame.
@@ -158,7 +106,8 @@ __device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is
 // their ranks may be slow, not late. If raisers name only this rank, it may be waiting itself: then the ranks of its
 // waiting lanes are late. This rank is blamed only if no other one is.
 // reports: late
-__device__ __noinline__ inline void abort_for_late_ranks(Op op, Phase phase, bool waits, bool is_over, int rank,
+template <Kernels K>
+__device__ __noinline__ inline void abort_for_late_ranks(Op<K> op, Phase phase, bool waits, bool is_over, int rank,
                                                          int raiser, uint64_t waited_ns) {
   uint64_t names = 0;  // by the raiser. Its kernel and its host may abort together, and so leave none
   for (int word = 0; waits && word < op.context.rank_words; ++word)
@@ -187,9 +136,10 @@ __device__ __noinline__ inline void abort_for_late_ranks(Op op, Phase phase, boo
 // fence_before_bulk. Return false after an abort of this rank, but true if all flags have arrived all the same. This
 // warp aborts the rank when the wait exceeds the buffer's limit, or when a raiser has aborted without raising the flag.
 // `rank`: the lane's flag is about it; `raiser`: it raises the flag.
-__device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
+template <Kernels K>
+__device__ __noinline__ inline bool wait_until(Op<K> op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                                int raiser) {
-  if (flag != nullptr && is_masked(op.context, rank)) flag = nullptr;
+  if (flag != nullptr && is_masked(op, rank)) flag = nullptr;
   bool waits = flag != nullptr && ptx::load_acquire(flag) < expected;
   if (!__any_sync(~0u, waits)) {
     __syncwarp();  // order each lane's acquire before the other lanes' next accesses
@@ -219,13 +169,13 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
-    const bool is_over = waits && waited > limit_ns(context, phase, rank != raiser);
+    const bool is_over = waits && waited > limit_ns(op, phase, rank != raiser);
     const bool over = __any_sync(~0u, is_over || hopeless);
-    if (over && has_masks(context)) {
+    if (over && has_masks(op)) {
       // Mask late ranks, and go on. A rank that comes too late itself masks nobody.
       if (aborts_if_excluded(op, phase)) return false;
       const bool late = rank != op.rank() && (is_over || hopeless);
-      if (late) mask_rank(context, rank);
+      if (late) mask_rank(op, rank);
       if (late && measures) atomicAdd(reinterpret_cast<unsigned long long*>(context.wait_ns + rank), waited);
       if (late) waits = false;
       if (__any_sync(~0u, late)) continue;
@@ -249,7 +199,8 @@ constexpr uint32_t kPollsBetweenChecks = 1024;
 // look at the clock after kAgree, so the wait for the Calls does not shorten the limit. Words of this rank itself have
 // no limit: its other warps wait for peers.
 // reports: late (tagged words are missing)
-__device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, const Tagged* words, int num,
+template <Kernels K>
+__device__ __noinline__ inline bool is_too_late(Op<K> op, Phase phase, int rank, const Tagged* words, int num,
                                                 uint64_t since) {
   if (rank == op.rank()) return has_aborted(op.context);
   const uint64_t waited = ptx::nanoseconds() - since;
@@ -277,17 +228,19 @@ __device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, co
 }
 
 // [warp] Wait for one flag about each rank: flags [num_ranks]. Return as wait_until.
-__device__ inline bool wait_for_ranks(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
+template <Kernels K>
+__device__ inline bool wait_for_ranks(const Op<K>& op, Phase phase, const uint64_t* flags, uint64_t expected) {
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
     const int rank = min(first + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1);
-    if (!wait_until(op, phase, flags + rank, expected, rank, op.context.raiser_of(rank))) return false;
+    if (!wait_until(op, phase, flags + rank, expected, rank, op.raiser_of(rank))) return false;
   }
   return true;
 }
 
 // [warp] Wait for one flag about each rank of the node: flags [ranks_per_node]. Return as wait_until.
-__device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
+template <Kernels K>
+__device__ inline bool wait_for_node(const Op<K>& op, Phase phase, const uint64_t* flags, uint64_t expected) {
 #pragma unroll 1
   for (int first = 0; first < op.ranks_per_node(); first += 32) {
     const int local = first + static_cast<int>(threadIdx.x) % 32, rank = op.first_local_rank() + local;
@@ -301,12 +254,14 @@ __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* 
 // in threads without one. The load overlaps with others at kernel start. If all threads return true and have met at a
 // barrier, no wait_for_node for these flags is needed. flags [ranks_per_node]. `local`: of the thread's flag, or any
 // number.
-__device__ inline bool poll_once(const Op& op, const uint64_t* flags, uint64_t expected, unsigned local) {
+template <Kernels K>
+__device__ inline bool poll_once(const Op<K>& op, const uint64_t* flags, uint64_t expected, unsigned local) {
   return local >= static_cast<unsigned>(op.ranks_per_node()) || ptx::load_acquire(flags + local) >= expected;
 }
 
 // [warp] Wait for one flag about `rank`, read by lane 0 only. Return as wait_until.
-__device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
+template <Kernels K>
+__device__ inline bool wait_for_one(const Op<K>& op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                     int raiser) {
   return wait_until(op, phase, threadIdx.x % 32 == 0 ? flag : nullptr, expected, rank, raiser);
 }
@@ -314,8 +269,8 @@ __device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* f
 // [warp] Wait for a chunk flag in each lane: `flags` are those about the lane's `rank`, and `chunk` is the one to wait
 // for; -1: none. `last_seen` is the last chunk seen by this lane, which covers all earlier ones. Return false after an
 // abort of this rank. After true, all lanes may read the chunks' memory, also by bulk loads.
-template <class Chunk>
-__device__ inline bool wait_for_chunks(const Op& op, Phase phase, const uint64_t* flags, int chunk, int rank,
+template <class Chunk, Kernels K>
+__device__ inline bool wait_for_chunks(const Op<K>& op, Phase phase, const uint64_t* flags, int chunk, int rank,
                                        int raiser, Chunk& last_seen) {
   const bool waits = chunk >= 0 && chunk > last_seen;
   if (!__any_sync(~0u, waits)) return true;
@@ -330,7 +285,8 @@ struct StagedFlags {
   int16_t* const last_seen;  // [num_ranks] in shared memory of this warp
 
   // [warp] Begin with no chunk seen.
-  __device__ StagedFlags(const Op& op, int16_t* last_seen) : last_seen(last_seen) {
+  template <Kernels K>
+  __device__ StagedFlags(const Op<K>& op, int16_t* last_seen) : last_seen(last_seen) {
 #pragma unroll 1
     for (int rank = threadIdx.x % 32; rank < op.num_ranks(); rank += 32) last_seen[rank] = -1;
     __syncwarp();
@@ -341,7 +297,8 @@ struct StagedFlags {
 
   // [warp] Check all ranks for their last flag, without waiting. It rises with the last chunk of the rank's tokens:
   // once it is seen, all chunks of the rank count as seen and may be read, also by bulk loads.
-  __device__ void look(const Op& op) const {
+  template <Kernels K>
+  __device__ void look(const Op<K>& op) const {
     const int last = op.context.max_token_chunks - 1;
     __syncwarp();  // all lanes have read what `seen` returned before
 #pragma unroll 1
@@ -355,9 +312,10 @@ struct StagedFlags {
   // [warp] Wait for a chunk of `rank`, the same in all lanes. Return false after an abort of this rank. After true, all
   // lanes may read the chunk's memory, also by bulk loads.
   // waits: staged (rows)
-  __device__ bool wait(const Op& op, int rank, int chunk) const {
+  template <Kernels K>
+  __device__ bool wait(const Op<K>& op, int rank, int chunk) const {
     const uint64_t* flag = flag_of(op, rank, chunk);
-    if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.context.raiser_of(rank))) return false;
+    if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.raiser_of(rank))) return false;
     if (threadIdx.x % 32 == 0 && last_seen[rank] < chunk) last_seen[rank] = static_cast<int16_t>(chunk);
     __syncwarp();
     ptx::fence_before_bulk();
@@ -366,9 +324,10 @@ struct StagedFlags {
 
  private:
   // [thread] Return the flag of one chunk.
-  static __device__ const uint64_t* flag_of(const Op& op, int rank, int chunk) {
+  template <Kernels K>
+  static __device__ const uint64_t* flag_of(const Op<K>& op, int rank, int chunk) {
     return op.context.own.staged + static_cast<size_t>(rank) * op.context.max_token_chunks + chunk;
   }
 };
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -86,7 +86,10 @@ class Launches(Streams, Engine):
                         received = self._dispatch_counted(request, stream, ranges)
                     else:
                         received = self._allocate(request, request.num_rows, self._allocate_counts(request))
-                        launch = self._c.plan_and_stage if request.sends_only else self._c.dispatch
+                        if request.layout != "decode":
+                            launch = self._c.dispatch
+                        else:
+                            launch = self._c.decode_dispatch_send if request.sends_only else self._c.decode_dispatch
                         launch(request, received, self._device_index, stream)
                 self._note_dispatch(request, received)
             if waits and (self._c.has_report() or self.health.ended):
@@ -112,7 +115,13 @@ class Launches(Streams, Engine):
         if request.sends_only:
             tensors = (*(t for _, t in request.tensors()), *received)
             new_tokens = received.tokens_per_expert if request.plan is None else None
-            self.sent = _Sent("dispatch", partial(self._c.pull, request, received), tensors, new_tokens, request.label)
+            self.sent = _Sent(
+                "dispatch",
+                partial(self._c.decode_dispatch_receive, request, received),
+                tensors,
+                new_tokens,
+                request.label,
+            )
         elif request.plan is None:
             self.count(request.label, received.tokens_per_expert)
         if self._caller is not None:
@@ -213,11 +222,14 @@ class Launches(Streams, Engine):
                 stream = self._enter(ranges)
                 with self._traced("combine", request.sends_only):
                     combined = self._allocate_sums(request)
-                    launch = self._c.push if request.sends_only else self._c.combine
+                    if request.layout != "decode":
+                        launch = self._c.combine
+                    else:
+                        launch = self._c.decode_combine_send if request.sends_only else self._c.decode_combine
                     launch(request, combined, self._device_index, stream)
                 if request.sends_only:
                     tensors = (request.plan, *combined)
-                    self.sent = _Sent("combine", partial(self._c.reduce, request, combined), tensors)
+                    self.sent = _Sent("combine", partial(self._c.decode_combine_receive, request, combined), tensors)
                 if self._caller is not None:
                     self._hand_over(combined)
         return combined

@@ -1,9 +1,17 @@
 // Placing: pushed rows go from their slots to the output, in decode layout. The code is short, because it begins cold
 // and the caller waits for it: a warp loads a row, and each lane with a copy of the row stores it.
 #pragma once
-#include "cuda/dispatch/pull.cuh"
+#include "cuda/decode/direct.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
+
+// [host] [thread] Lay out the rings of `num_warps` warps, or measure them. Return ring and mbarriers of one warp.
+EP_HOST_DEVICE inline std::pair<char*, uint64_t*> carve_rings(Cursor& c, const Pieces& pieces, int num_warps,
+                                                              int warp) {
+  char* const rings = c.take<char>(num_warps * pieces.ring_bytes());
+  uint64_t* const full = c.take<uint64_t>(num_warps * Pieces::kMaxPlaces);
+  return {rings + warp * pieces.ring_bytes(), full + warp * Pieces::kMaxPlaces};
+}
 
 // [warp] Place the rows of this warp's items, and their scales. Loads overlap with the stores of the piece before.
 // Return false after an abort of this rank. In all cases no load is under way, and all begun stores are written.
@@ -11,10 +19,10 @@ namespace ep::cuda::EP_KERNELS {
 //   find_item(n, source, token): find the warp's n-th item; return false behind the last one
 //   wait_for_row(source, token): wait until its row may be read by bulk loads; return false after an abort
 //   find_row(source, token): return the output row of the lane's copy of the item found last, or -1
-template <class FindItem, class WaitForRow, class FindRow>
-__device__ bool place_rows(const Op& op, const DispatchParams& params, char* ring, uint64_t* full,
-                           const FindItem& find_item, const WaitForRow& wait_for_row, const FindRow& find_row) {
-  const DispatchArgs& args = params.args;
+template <Kernels K, class Params, class FindItem, class WaitForRow, class FindRow>
+__device__ bool place_rows(const Op<K>& op, const Params& params, char* ring, uint64_t* full, const FindItem& find_item,
+                           const WaitForRow& wait_for_row, const FindRow& find_row) {
+  const DecodeDispatchArgs& args = params.args;
   const Pieces& pieces = params.pulled;
   const int lane = threadIdx.x % 32;
   PieceCursor load, store;
@@ -28,8 +36,7 @@ __device__ bool place_rows(const Op& op, const DispatchParams& params, char* rin
                       pieces.place(ring, store.ring.place), pieces.bytes_of(store.piece));
     ptx::bulk_commit();
     if (pieces.scale_bytes_of(store.piece) > 0)
-      store_columns(params, reinterpret_cast<const float*>(pieces.scale_place(ring, store.ring.place)),
-                    row >= 0 ? params.scale_at(row) : -1);
+      params.store_columns(reinterpret_cast<const float*>(pieces.scale_place(ring, store.ring.place)), row);
     store.advance(pieces);
   };
   int source, token;
@@ -37,7 +44,7 @@ __device__ bool place_rows(const Op& op, const DispatchParams& params, char* rin
 #pragma unroll 1
   for (int n = 0; find_item(n, source, token) && (ok = wait_for_row(source, token)); ++n) {
     const bool at_home = source == op.rank() && params.reads_own_rows();
-    const char* const slot = row_slot(op.context, op.context.local, source, token);
+    const char* const slot = row_slot(op, op.context.local, source, token);
     const char* const from = at_home ? args.rows + static_cast<size_t>(token) * args.row_bytes : slot;
     const char* const scales =
         at_home ? reinterpret_cast<const char*>(args.scales) + static_cast<size_t>(token) * args.scale_bytes
@@ -91,8 +98,8 @@ __device__ inline bool find_in_warp(const DirectPlan& plan, int first_word, int 
 
 // [team] Write all items of a usable direct plan to memory, for later operations; the warps share them. Called by the
 // same team in each block.
-template <class Team>
-__device__ inline void keep_items(const Op& op, const DispatchParams& params, char* shared) {
+template <class Team, Kernels K>
+__device__ inline void keep_items(const Op<K>& op, const DirectDispatchParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const bool is_first = threadIdx.x % 32 == 0;
   int source, token;
@@ -104,15 +111,48 @@ __device__ inline void keep_items(const Op& op, const DispatchParams& params, ch
   }
 }
 
+// [team] Deliver the scales that do not come with the rows, after keep_items of the same warps. Wait until the rows of
+// an item are staged. Called by the stage warps of each block. Return false after an abort of this rank: a warp may
+// then leave alone, so no barrier of the team may follow. Not inlined: few launches call it, and it costs registers.
+template <Kernels K>
+__device__ __noinline__ inline bool deliver_direct_scales(Op<K> op, const DirectDispatchParams& params, char* shared) {
+  const DirectPlan plan = params.direct_plan.in(shared);
+  const StagedFlags staged = staged_flags(op, params, shared);
+  int source, token;
+#pragma unroll 1
+  for (int n = op.block + op.num_blocks * StageWarps<K>::warp(); find_in_warp(plan, 0, n, source, token);
+       n += op.num_blocks * StageWarps<K>::kWarps) {
+    const int chunk = token >> op.context.config.log_token_chunk;
+    if (chunk > staged.seen(source) && !staged.wait(op, source, chunk)) return false;
+    const auto* const scales = reinterpret_cast<const float*>(metadata_of(op, params, source, token));
+    const Item item{params.plan.items + static_cast<size_t>(n) * op.context.item_ints, op.context.max_copies};
+#pragma unroll 1
+    for (int word = threadIdx.x % 32; word < params.num_scale_words(); word += 32)
+#pragma unroll 1
+      for (int copy = 0; copy < item.num_copies(); ++copy) params.write_scale(item.value(copy), word, scales);
+  }
+  return true;
+}
+
+// [warp] Create the mbarriers of this pull warp's ring, before place_direct.
+template <Kernels K>
+__device__ inline void make_ring(const Op<K>&, const DirectDispatchParams& params, char* shared) {
+  Cursor c(shared + params.rings_at);
+  const auto [ring, full] = carve_rings(c, params.pulled, PullWarps::kWarps, PullWarps::warp());
+  if (threadIdx.x % 32 == 0) init_places(full);
+  __syncwarp();
+}
+
 // [warp] Place the rows of this pull warp's items of a direct plan. The choices are summed, and all ranks agree; head
 // and layout may be unwritten. Return as place_rows. Items have the order of the plan, but each rank begins with its
 // own tokens. So at any time different ranks have different sources.
-__device__ inline bool place_direct(const Op& op, const DispatchParams& params, char* shared) {
+template <Kernels K>
+__device__ inline bool place_direct(const Op<K>& op, const DirectDispatchParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const Config& config = op.context.config;
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   Cursor c(shared + params.rings_at);
-  const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, PullWarps::warp());
+  const auto [ring, full] = carve_rings(c, params.pulled, PullWarps::kWarps, PullWarps::warp());
   const StagedFlags staged = staged_flags(op, params, shared);
   const auto find_item = [&](int n, int& source, int& token) {
     const int number = op.block + op.num_blocks * (PullWarps::warp() + PullWarps::kWarps * n);
@@ -129,24 +169,18 @@ __device__ inline bool place_direct(const Op& op, const DispatchParams& params, 
     const int index = (source * plan.source_words + token / 32) * num_local + e;
     return e * params.rows_per_group + plan.before[index] + __popc(plan.chosen[index] & ((1u << token % 32) - 1));
   };
-  return place_rows(op, params, memory.ring, memory.full, find_item, wait_for_row, find_row);
+  return place_rows(op, params, ring, full, find_item, wait_for_row, find_row);
 }
 
 // A block of the kernel that only places rows: the second launch of a dispatch with a hook. So many warps have a ring
 // with room for a row of 7168 bfloat16, and an item each with 128 tokens of 2 ranks on 24 multiprocessors.
 using PlaceWarps = Team<0, 0, 384>;
 
-// [host] [thread] Lay out the shared memory of a block, or measure it. Return ring and mbarriers of one warp.
-EP_HOST_DEVICE inline std::pair<char*, uint64_t*> carve_place(Cursor& c, const Pieces& pieces, int warp) {
-  char* const rings = c.take<char>(PlaceWarps::kWarps * pieces.ring_bytes());
-  uint64_t* const full = c.take<uint64_t>(PlaceWarps::kWarps * Pieces::kMaxPlaces);
-  return {rings + warp * pieces.ring_bytes(), full + warp * Pieces::kMaxPlaces};
-}
-
 // [warp] Place the rows of this warp's items of a usable plan in memory, once those of all ranks are in their slots.
 // Return as place_rows.
 // waits: staged (rows)
-__device__ inline bool place_planned(const Op& op, const DispatchParams& params, char* ring, uint64_t* full) {
+template <Kernels K>
+__device__ inline bool place_planned(const Op<K>& op, const DecodeDispatchParams& params, char* ring, uint64_t* full) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;
   const int lane = threadIdx.x % 32, num_ranks = op.num_ranks(), most = num_ranks * context.config.max_tokens;
@@ -179,4 +213,4 @@ __device__ inline bool place_planned(const Op& op, const DispatchParams& params,
   return place_rows(op, params, ring, full, find_item, [](int, int) { return true; }, find_row);
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

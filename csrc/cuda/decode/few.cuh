@@ -5,16 +5,17 @@
 // A rank pushes after all ranks agree. So all of them have begun this combine, and have read the tagged words of the
 // one before.
 #pragma once
-#include "cuda/combine/push.cuh"
+#include "cuda/decode/combine_weights.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
 // A warp makes a part of a sum at once: kFewVectors vectors of 16 bytes in each lane. A vector is two tagged words.
 constexpr int kFewVectors = 2, kPartBytes = kFewVectors * 32 * 16, kPartWords = kPartBytes / kTaggedSumBytes;
 static_assert(kPartBytes == kLine, "tagged_sum_words has room for whole parts");
 
 // [thread] Return a part of the partial sum with this number, pushed by `rank`, in the memory of `owner`.
-__device__ inline Tagged* tagged_sum_at(const Op& op, int owner, int rank, int number, int part) {
+template <Kernels K>
+__device__ inline Tagged* tagged_sum_at(const Op<K>& op, int owner, int rank, int number, int part) {
   const size_t sum = static_cast<size_t>(rank) * op.context.config.max_tokens + number;
   return op.context.peers.at(op.context.own.tagged_sums, owner) + sum * tagged_sum_words(op.context.row_bytes) +
          part * kPartWords;
@@ -33,9 +34,9 @@ struct FewUnits {
 // [warp] Sum the rows of this warp's items, and push the sums once all ranks agree. Wait for combine weights. With
 // another verdict push no more.
 // raises: tagged_sums
-template <class T>
-__device__ inline void push_tagged_sums(const Op& op, const CombineParams& params, const PostedVerdict& verdict,
-                                        const FewUnits& units) {
+template <class T, Kernels K>
+__device__ inline void push_tagged_sums(const Op<K>& op, const DecodeCombineParams& params,
+                                        const PostedVerdict& verdict, const FewUnits& units) {
   constexpr int kTogether = 4;  // rows under way
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;
@@ -62,10 +63,7 @@ __device__ inline void push_tagged_sums(const Op& op, const CombineParams& param
           if (first + j < num_copies && units.has(part, i)) vectors[j][i] = __ldcg(from + units.vector(part, i));
       }
       if (first == 0 && lane < num_copies) {
-        Task task{};
-        task.combine_weights = combine_weights_of(op, source);
-        task.source = static_cast<int16_t>(source);
-        combine_weight = load_combine_weight(op, verdict, task, at);
+        combine_weight = load_combine_weight(op, verdict, source, at);
       }
       __syncwarp();
       // Sum, as sum_rows does.
@@ -98,7 +96,8 @@ __device__ inline void push_tagged_sums(const Op& op, const CombineParams& param
 // [thread] Take a tagged word as soon as it is here: 8 bytes of a sum by `rank`. Return false after an abort of this
 // rank. Called after kAgree.
 // waits: tagged_sums (partial sums)
-__device__ inline bool take_tagged_sum(const Op& op, int rank, const Tagged* from, uint64_t& data) {
+template <Kernels K>
+__device__ inline bool take_tagged_sum(const Op<K>& op, int rank, const Tagged* from, uint64_t& data) {
   uint64_t epoch, since = 0;
   for (uint32_t turn = 1;; ++turn) {
     ptx::load_pair(from, epoch, data);
@@ -111,9 +110,9 @@ __device__ inline bool take_tagged_sum(const Op& op, int rank, const Tagged* fro
 
 // [warp] Sum the partial sums of this warp's tokens, in the order of ranks, and write the output. Return false after an
 // abort of this rank. With a verdict other than kAgree write nothing.
-template <class T>
-__device__ inline bool reduce_tagged_sums(const Op& op, const CombineParams& params, const PostedVerdict& verdict,
-                                          const FewUnits& units) {
+template <class T, Kernels K>
+__device__ inline bool reduce_tagged_sums(const Op<K>& op, const DecodeCombineParams& params,
+                                          const PostedVerdict& verdict, const FewUnits& units) {
   const Context& context = op.context;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -157,4 +156,4 @@ __device__ inline bool reduce_tagged_sums(const Op& op, const CombineParams& par
   return true;
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -6,26 +6,21 @@
 // All code here runs once per operation, and somebody waits for it: each instruction of a thread takes some 3 ns. So
 // the lanes of a warp share the work even where it is little, and most loops are not unrolled.
 #pragma once
+#include "cuda/decode/decode_dispatch.cuh"
+#include "cuda/decode/direct_plan.cuh"
+#include "cuda/plan/item.cuh"
 #include "cuda/plan/plan.cuh"
 
-namespace ep::cuda::EP_KERNELS {
+namespace ep::cuda {
 
-// [thread] Return the plan of this dispatch, as far as this block may read it: a direct plan from its shared memory.
-__device__ inline Plan plan_of_block(const Op& op, const DispatchParams& params, char* shared) {
-  Plan plan = params.plan;
-  if (!params.is_direct()) return plan;
-  const DirectPlan direct = params.direct_plan.in(shared);
-  plan.head = direct.head;
-  plan.expert_rows = direct.expert_rows;
-  plan.expert_begin = direct.expert_begin;
-  return plan;
-}
+// Written by Engine::decode_dispatch, for a launch that makes a direct plan. With one node no row goes to an inbox, and
+// there is room for a bit of each rank, so all rows are pushed.
+struct DirectDispatchParams : DecodeDispatchParams {
+  static constexpr bool pushes = true;
 
-// [warp] Return this warp's flags of staged chunks, with none seen.
-__device__ inline StagedFlags staged_flags(const Op& op, const DispatchParams& params, char* shared) {
-  auto* const seen = reinterpret_cast<int16_t*>(shared + params.counters_at + params.seen_at);
-  return {op, seen + threadIdx.x / 32 * op.num_ranks()};
-}
+  DirectPlan direct_plan;  // laid out without a base: `in` gives that of a block
+  uint32_t rings_at;       // [bytes] from the start of shared memory to the pull warps' rings
+};
 
 // A barrier between the pull warps, who arrive with a direct plan, and the stage warps, who wait for it.
 constexpr int kDirectPlanBarrier = 3;
@@ -34,7 +29,8 @@ constexpr int kDirectPlanBarrier = 3;
 using Planners = Team<4, 32, PullWarps::kThreads - 32>;
 
 // [thread] Return the choices of `source` in the memory of local rank `local`, for this operation.
-__device__ inline Tagged* choices_at(const Op& op, int local, int source) {
+template <Kernels K>
+__device__ inline Tagged* choices_at(const Op<K>& op, int local, int source) {
   const Config& config = op.context.config;
   const size_t index = (op.epoch % 2 * op.num_ranks() + source) * config.max_tokens * config.choices_per_token();
   return op.context.peers.at(op.context.own.choices, local) + index / kTaggedChoices;
@@ -48,7 +44,8 @@ __device__ inline Tagged* choices_at(const Op& op, int local, int source) {
 // A lane takes one entry of topk_idx. Every fourth lane stores the epoch and the choices of four lanes.
 // raises: choices
 // reports: kBadEntry
-__device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
+template <Kernels K>
+__device__ inline void send_choices(const Op<K>& op, const DirectDispatchParams& params, bool aborted) {
   static_assert(kTaggedChoices == 4);
   const Config& config = op.context.config;
   const int num_topk = config.num_topk, per_token = config.choices_per_token(), width = lanes_for(per_token);
@@ -57,7 +54,7 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
     const bool exists = token < params.args.num_tokens && k < num_topk;
     return exists ? __ldg(params.args.topk_idx + static_cast<int64_t>(token) * num_topk + k) : -1;
   };
-  const int warp = threadIdx.x / 32, step = kBlockWarps * together;
+  const int warp = threadIdx.x / 32, step = DispatchBlock<K>::kWarps * together;
   int token = warp * together + lane / width;
   int64_t next = load(token);
 #pragma unroll 1
@@ -95,13 +92,14 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 // their choices are here early, and while those of other ranks travel, this code gets into the instruction cache.
 // waits: choices (counts)
 // reports: kWrongChoices (it counts as none)
-__device__ inline void count_choices(const Op& op, const DispatchParams& params, char* shared) {
+template <Kernels K>
+__device__ inline void count_choices(const Op<K>& op, const DirectDispatchParams& params, char* shared) {
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
   const DirectPlan plan = params.direct_plan.in(shared);
   const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
   // Choices of absent ranks may never arrive. The absent ranks are known once there is a verdict.
   uint32_t absent = 0;
-  if (has_masks(op.context)) {
+  if (has_masks(op)) {
     while (decided() == 0) {
     }
     ptx::fence_block();
@@ -110,7 +108,6 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
   const Config& config = op.context.config;
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
   const int words_of_token = plan.choices_per_token / kTaggedChoices;  // an even number
-  const bool counts_all = params.args.layout != Layout::kDecode;
 #pragma unroll 1
   for (int i = Planners::warp(); i < plan.words; i += Planners::kWarps) {
     int word = i + op.rank() * plan.source_words;
@@ -152,7 +149,6 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
           continue;
         }
         ranks |= 1u << quotient(expert, params.inverse);
-        if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
         if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
           atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);
       }
@@ -168,17 +164,16 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
     if (lane == op.rank()) plan.received[word] = tokens;
     if (lane >= op.num_ranks()) continue;
     if (source == op.rank()) plan.sent[lane * plan.source_words + word_of_source] = tokens;
-    if (counts_all) atomicAdd(plan.rank_items + lane, __popc(tokens));
   }
   stamp(op, Step::kChosen);
   Planners::sync();
 }
 
-// [team] Sum the counts: tokens of this rank's experts, and the output rows that each rank needs. Called by the
-// planners of a block. Ends with a barrier of the planners.
-__device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-  const uint32_t alignment = params.args.expert_alignment;
+// [team] Sum the counts: tokens of this rank's experts. Called by the planners of a block. Ends with a barrier of the
+// planners.
+template <Kernels K>
+__device__ inline void sum_choices(const Op<K>& op, const DirectPlan& plan) {
+  const int num_local = op.context.num_local_experts;
 #pragma unroll 1
   for (int e = Planners::thread(); e < num_local; e += Planners::kThreads) {
     int sum = 0;
@@ -190,25 +185,15 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
       plan.before[at] = static_cast<uint16_t>(sum);
       sum += __popc(tokens);
     }
-    plan.expert_rows[e] = sum;
-    plan.expert_begin[e] = static_cast<int>(padded_rows(sum, alignment));
-    if (params.rows_per_group > 0) plan.first_row[e] = e * params.rows_per_group;
-  }
-#pragma unroll 1
-  for (int rank = Planners::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
-       rank += Planners::kWarps) {
-    int64_t rows = 0;
-#pragma unroll 1
-    for (int e = lane; e < num_local; e += 32) rows += padded_rows(plan.expert_tokens[rank * num_local + e], alignment);
-    rows = __shfl_sync(~0u, inclusive_sum(rows), 31);
-    if (lane != 0) continue;
-    plan.needed[rank] = params.args.layout == Layout::kRank ? plan.rank_items[rank] : rows;
+    plan.expert_rows[e] = plan.expert_begin[e] = sum;
   }
   Planners::sync();
 }
 
-// [warp] Lay out the expert groups, each lane some of them. Called in one warp of a block, after sum_choices.
-__device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+// [warp] Lay out the expert groups as if they were adjacent, each lane some of them. Called in one warp of a block,
+// after sum_choices.
+template <Kernels K>
+__device__ inline void lay_out(const Op<K>& op, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, per_lane = (num_local + 31) / 32;
   const int first = lane * per_lane, end = min(first + per_lane, num_local);
   int rows = 0;
@@ -220,17 +205,17 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
   for (int e = first; e < end; ++e) {
     const int rows_of_group = plan.expert_begin[e];
     plan.expert_begin[e] = begin;
-    if (params.rows_per_group == 0) plan.first_row[e] = begin;
     begin += rows_of_group;
   }
   if (lane != 31) return;
   plan.expert_begin[num_local] = up_to;
-  if (params.args.layout != Layout::kRank) plan.head->num_rows = up_to;
+  plan.head->num_rows = up_to;
 }
 
-// [warp] Write the head of a usable plan, except num_rows in expert and decode layout. Called in one warp of a block,
-// while another one writes that in lay_out.
-__device__ inline void write_direct_head(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+// [warp] Write the head of a usable plan, except num_rows. Called in one warp of a block, while another one writes that
+// in lay_out.
+template <Kernels K>
+__device__ inline void write_direct_head(const Op<K>& op, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32;
   int addends = 0;
 #pragma unroll 1
@@ -244,11 +229,10 @@ __device__ inline void write_direct_head(const Op& op, const DispatchParams& par
   if (lane == 0) {
     head.num_items = num_items;
     head.item_begin()[op.num_ranks()] = num_items;
-    if (params.args.layout == Layout::kRank) head.num_rows = num_items;
     head.num_addends = addends;
     head.most_items = most_items;
     head.made = static_cast<int32_t>(op.epoch);
-    head.layout = static_cast<int32_t>(params.args.layout);
+    head.layout = static_cast<int32_t>(Layout::kDecode);
     head.usable = true;
   }
 }
@@ -260,19 +244,18 @@ __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
 }
 
 // [warp] Wait for the Calls of all ranks and compare them. Write the verdict, for the planners and for all pull warps
-// and stage warps. Called in the first warp of a block. `keeps` as in agree.
-__device__ inline void decide_on_calls(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool keeps) {
-  const Verdict verdict = agree(op, keeps);
+// and stage warps. Called in the first warp of a block.
+template <Kernels K>
+__device__ inline void decide_on_calls(const Op<K>& op, const DirectPlan& plan) {
+  const Verdict verdict = agree(op);
   stamp(op, Step::kAgreed);
-  const int lane = threadIdx.x % 32;
-  if (verdict == Verdict::kAgree && params.args.layout != Layout::kDecode && lane < op.num_ranks())
-    plan.max_rows[lane] = field_of(op, lane, Field::kMaxRows);
-  if (lane == 0) plan.post(verdict);
+  if (threadIdx.x % 32 == 0) plan.post(verdict);
 }
 
-// [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Report the rows to a
-// waiting host. Called in one warp of block 0: a stage warp if the launch pulls, because pull warps are busy then.
-__device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+// [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Called in one warp
+// of block 0: a stage warp if the launch pulls, because pull warps are busy then.
+template <Kernels K>
+__device__ inline void publish_plan(const Op<K>& op, const DirectDispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
   const auto* from = reinterpret_cast<const int32_t*>(plan.head);
@@ -282,35 +265,23 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
 #pragma unroll 1
   for (int e = lane; e < num_local; e += 32) {
     const int tokens = usable ? plan.expert_rows[e] : 0;
-    const int padded = usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
     params.plan.expert_rows[e] = tokens;
     params.plan.expert_begin[e] = plan.expert_begin[e];
-    params.write_counts(e, tokens, padded);
-    if (params.args.num_rows < 0) op.context.reports.counted_rows[e] = padded;
+    params.write_counts(e, tokens, tokens);
   }
   if (lane == 0) params.plan.expert_begin[num_local] = plan.expert_begin[num_local];
-  __syncwarp();
-  report_rows(op, params, plan.head->num_rows);
-}
-
-// [team] Plan from the choices of all ranks. Called by the planners of each block, before it is known whether the ranks
-// agree and the rows fit.
-__device__ inline void plan_choices(const Op& op, const DispatchParams& params, char* shared) {
-  const DirectPlan plan = params.direct_plan.in(shared);
-  count_choices(op, params, shared);
-  sum_choices(op, params, plan);
-  stamp(op, Step::kCounted);
 }
 
 // [team] Announce a dispatch with a direct plan, as the first thing: all ranks wait for the Call. Called by the pull
-// warps of each block; one of them announces, once staging is free. `is_free` as in wait_for_free_staging. Return false
+// warps of each block; one of them announces, once staging is free. `is_free` as in wait_for_free_slots. Return false
 // after an abort of this rank.
-__device__ inline bool announce_direct(const Op& op, const DispatchParams& params, bool is_free) {
+template <Kernels K>
+__device__ inline bool announce_direct(const Op<K>& op, const DirectDispatchParams& params, bool is_free) {
   // Block 1 publishes the Call, because block 0 is sending topk_idx. With masks a rank whose Call has arrived is
   // treated as alive, so its topk_idx must have been sent first: block 0 publishes then, after a fence.
-  const bool covers = has_masks(op.context);
-  if (!params.stages || op.block != (covers ? 0 : min(1, op.num_blocks - 1))) return true;
-  if (!wait_for_free_staging<PullWarps>(op, params, is_free)) return false;
+  const bool covers = has_masks(op);
+  if (op.block != (covers ? 0 : min(1, op.num_blocks - 1))) return true;
+  if (!wait_for_free_slots<PullWarps>(op, params, is_free)) return false;
   stamp(op, Step::kFree);
   if (PullWarps::warp() == 0) announce(op, call_of(params), covers);
   stamp(op, Step::kSent);
@@ -318,13 +289,13 @@ __device__ inline bool announce_direct(const Op& op, const DispatchParams& param
 }
 
 // [team] Make a direct plan, and hand it to the stage warps of this block if the launch pulls. Called by the pull warps
-// of each block; block 0 has sent the choices of this rank. `ok`: of announce_direct. kPushes: as
-// DispatchParams::pushes. With it a launch that pulls may place rows before head and layout are written: its pull warps
-// need neither. Return as make_plan.
-template <bool kPushes>
-__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool ok) {
+// of each block; block 0 has sent the choices of this rank. `ok`: of announce_direct. A launch that pulls may place
+// rows before head and layout are written: its pull warps need neither, because all rows fit. Return kAborted after an
+// abort of this rank, kDiffer for differing Calls: the plan is then unusable.
+template <Kernels K>
+__device__ inline Verdict make_direct_plan(const Op<K>& op, const DirectDispatchParams& params, char* shared, bool ok) {
   const DirectPlan plan = params.direct_plan.in(shared);
-  // Clear the counters: `chosen` to `rank_items`.
+  // Clear the counters: all of `chosen`.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
        word += PullWarps::kThreads)
     *word = 0;
@@ -332,34 +303,26 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
   PullWarps::sync();  // the counters are clear
   // After an abort go on to the barrier below: the stage warps wait for the pull warps there.
   Verdict verdict = ok ? Verdict::kAgree : Verdict::kAborted;
-  // Plan, and meanwhile compare the Calls.
   if (verdict == Verdict::kAgree) {
-    if (!params.pulls && op.block != 0 && params.counts()) return verdict;
-    // The second launch of a counted dispatch does not keep an error: the first one did.
-    const bool keeps = params.stages || !params.counts();
-    if (Planners::has_thread())
-      plan_choices(op, params, shared);
-    else
-      decide_on_calls(op, params, plan, keeps);
+    // Plan, before it is known whether the ranks agree. Meanwhile compare the Calls.
+    if (Planners::has_thread()) {
+      count_choices(op, params, shared);
+      sum_choices(op, plan);
+      stamp(op, Step::kCounted);
+    } else {
+      decide_on_calls(op, plan);
+    }
     PullWarps::sync();
     verdict = *plan.verdict;
-    // Two of the planners finish the plan. The others place rows meanwhile, where all rows fit.
-    if (PullWarps::warp() == 1) lay_out(op, params, plan);
-    if (PullWarps::warp() == 2) write_direct_head(op, params, plan);
-    if (verdict != Verdict::kAgree || !kPushes || !params.pulls) {
+    // Two of the planners finish the plan. The others place rows meanwhile.
+    if (PullWarps::warp() == 1) lay_out(op, plan);
+    if (PullWarps::warp() == 2) write_direct_head(op, plan);
+    if (verdict != Verdict::kAgree || !params.pulls()) {
       PullWarps::sync();
-      // Decide in the first warp whether the plan is usable.
       if (PullWarps::warp() == 0) {
-        bool fits = verdict == Verdict::kAgree;
-        if (fits && params.args.layout != Layout::kDecode) {
-          Scratch scratch{};
-          scratch.needed = plan.needed;
-          scratch.max_rows = plan.max_rows;
-          fits = rows_fit(op, params, scratch, keeps);
-        }
-        if (!fits) clear_head(*plan.head, op.num_ranks());
+        if (verdict != Verdict::kAgree) clear_head(*plan.head, op.num_ranks());
         __syncwarp();
-        if (!params.pulls && op.block == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
+        if (!params.pulls() && op.block == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
       }
       PullWarps::sync();
     }
@@ -368,27 +331,23 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
     PullWarps::sync();
   }
   // Hand the plan over.
-  if (params.pulls) ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
+  if (params.pulls()) ptx::named_barrier_arrive(kDirectPlanBarrier, DispatchBlock<K>::kThreads);
   return verdict;
 }
 
 // [team] Wait for the direct plan of this block. Return its verdict. Called by the stage warps of a block that pulls.
-__device__ inline Verdict wait_for_direct_plan(const DispatchParams& params, char* shared) {
-  ptx::named_barrier(kDirectPlanBarrier, kBlockThreads);
+template <Kernels K>
+__device__ inline Verdict wait_for_direct_plan(const DirectDispatchParams& params, char* shared) {
+  ptx::named_barrier(kDirectPlanBarrier, DispatchBlock<K>::kThreads);
   return *params.direct_plan.in(shared).verdict;
-}
-
-// [thread] Find item `index` of a usable plan: its source, and its token there.
-__device__ inline void find_item(const Op& op, const DirectPlan& plan, int index, int& source, int& token) {
-  source = plan.head->source_of(index, op.num_ranks());
-  token = plan.token_of(source, index - plan.head->item_begin()[source]);
 }
 
 // [warp] Write up to 32 items to `data`: each lane passes one, for `token` of `source`. Lanes without an item come
 // last; they pass token -1. The plan is usable. All lanes share the work: a lane takes one column of topk_idx, and as
 // many items are written together as there are lanes for. Ends with __syncwarp.
-__device__ inline void write_items(const Op& op, const DispatchParams& params, char* shared, int source, int token,
-                                   int32_t* data) {
+template <Kernels K>
+__device__ inline void write_items(const Op<K>& op, const DirectDispatchParams& params, char* shared, int source,
+                                   int token, int32_t* data) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const int num_topk = op.context.config.num_topk, num_local = op.context.num_local_experts;
   const int width = lanes_for(num_topk);
@@ -414,9 +373,7 @@ __device__ inline void write_items(const Op& op, const DispatchParams& params, c
     if (!is_local) continue;
     const int index = (its_source * plan.source_words + its_token / 32) * num_local + e;
     const uint32_t earlier = (1u << its_token % 32) - 1;
-    item.value(copy) = params.args.layout == Layout::kRank
-                           ? e
-                           : plan.first_row[e] + plan.before[index] + __popc(plan.chosen[index] & earlier);
+    item.value(copy) = e * params.rows_per_group + plan.before[index] + __popc(plan.chosen[index] & earlier);
     item.k(copy) = static_cast<uint8_t>(k);
   }
   __syncwarp();
@@ -424,8 +381,8 @@ __device__ inline void write_items(const Op& op, const DispatchParams& params, c
 
 // [team] Write the table of this rank's tokens, and their columns with an expert, for later combines. Called by the
 // same team in each block, with a usable plan.
-template <class Team>
-__device__ void keep_direct_table(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+template <class Team, Kernels K>
+__device__ void keep_direct_table(const Op<K>& op, const DirectDispatchParams& params, const DirectPlan& plan) {
   const Context& context = op.context;
 #pragma unroll 1
   for (int token = op.block + op.num_blocks * Team::thread(); token < params.args.num_tokens;
@@ -447,4 +404,4 @@ __device__ void keep_direct_table(const Op& op, const DispatchParams& params, co
   }
 }
 
-}  // namespace ep::cuda::EP_KERNELS
+}  // namespace ep::cuda

@@ -1,0 +1,9 @@
+// The combine kernels of decode layout for several nodes (config.h).
+#include "cuda/decode/launch_combine.cuh"
+
+namespace ep::cuda {
+
+template void Engine::launch_decode_combine<Kernels::kDecodeSeveralNodes>(const DecodeCombineArgs&, int32_t*,
+                                                                          DecodeLaunch, cudaStream_t) const;
+
+}  // namespace ep::cuda

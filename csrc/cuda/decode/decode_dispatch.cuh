@@ -1,0 +1,148 @@
+// A dispatch in decode layout: a place for every row that an expert may get, so that no shape depends on counts. Rows
+// for ranks of the own node are pushed to them, instead of staged. Scales are stored by column, as grouped GEMMs take
+// them.
+#pragma once
+#include <algorithm>
+
+#include "cuda/dispatch/dispatch.cuh"
+#include "cuda/plan/item.cuh"
+
+namespace ep::cuda {
+
+// The inbox among the targets of a row, which are bits of 32 (Targets). With several nodes those before it are ranks of
+// the node. With one node no row goes to an inbox, unless rows are not pushed.
+constexpr int kInboxTarget = 31;
+
+// Written by Engine::decode_dispatch, read by all threads.
+struct DecodeDispatchParams : RowParams {
+  static constexpr bool kScalesByColumn = true;
+
+  DecodeDispatchArgs args;
+  DecodeLaunch launch;
+  bool pushes;                // rows for ranks of this node are pushed to their slots (row_slot), not staged
+  bool stages_rows;           // senders read this rank's staged rows, or with a large node all ranks
+  uint32_t row_targets;       // a bit per local rank, and one for the inbox: rows go there (Targets)
+  int rows_per_group;         // rows from one expert to the next
+  int first_staging_block;    // earlier blocks stage nothing
+  uint32_t prefetched_bytes;  // of the caller's rows, with few tokens
+
+  // [host] [thread] Return whether this launch stages or pushes; pulls; sends rows to other nodes; makes a plan.
+  EP_HOST_DEVICE bool stages() const { return launch != DecodeLaunch::kReceive; }
+  EP_HOST_DEVICE bool pulls() const { return launch != DecodeLaunch::kSend; }
+  EP_HOST_DEVICE bool sends() const { return stages(); }
+  EP_HOST_DEVICE bool plans() const { return stages() && new_plan(); }
+  // [host] [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are
+  // pushed like others: between the two launches the caller may overwrite them.
+  EP_HOST_DEVICE bool reads_own_rows() const { return !args.quantizes && launch == DecodeLaunch::kWhole; }
+  // [host] [thread] Weights do not travel, and no host waits for counts.
+  EP_HOST_DEVICE bool has_weights() const { return false; }
+  EP_HOST_DEVICE bool reports_counts() const { return false; }
+  EP_HOST_DEVICE uint64_t ticket() const { return 0; }
+
+  // [thread] Return the first output row of an expert of a rank.
+  __device__ int64_t group_begin(int expert, int64_t) const { return int64_t{expert} * rows_per_group; }
+  // [thread] Give the caller the tokens of one expert.
+  __device__ void write_counts(int expert, int tokens, int) const { args.out_counts[expert] = tokens; }
+
+  // [thread] Return the number of words of a row's scales in the output.
+  __device__ int num_scale_words() const { return args.scale_bytes / (args.packs_scales ? 16 : 4); }
+  // [thread] Return one of them. `scales`: of the row's token.
+  __device__ uint32_t scale_word(int word, const float* scales) const {
+    if (!args.packs_scales) return __float_as_uint(scales[word]);
+    uint32_t value = 0;
+    for (int i = 0; i < 4; ++i) value |= (__float_as_uint(scales[4 * word + i]) >> 23) << 8 * i;
+    return value;
+  }
+  // [thread] Return the index of a row's first word of scales in the output. The next words follow rows_per_group
+  // apart.
+  __device__ int64_t scale_at(int row) const {
+    const int group = row / rows_per_group;
+    return static_cast<int64_t>(group) * num_scale_words() * rows_per_group + (row - group * rows_per_group);
+  }
+  // [thread] Write one word of a row's scales. `scales`: of its token.
+  __device__ void write_scale(int row, int word, const float* scales) const {
+    const int64_t at = scale_at(row) + static_cast<int64_t>(word) * rows_per_group;
+    reinterpret_cast<uint32_t*>(args.out_scales)[at] = scale_word(word, scales);
+  }
+  // [warp] Store the scales of an item for each lane with a copy of it: its output row, or -1. `scales`: of the item's
+  // token, in shared memory. Bulk loads may overwrite them afterwards.
+  __device__ void store_columns(const float* scales, int row) const {
+    const int64_t at = row >= 0 ? scale_at(row) : -1;
+    const uint32_t copies = __ballot_sync(~0u, at >= 0);
+    const int num_words = num_scale_words();
+#pragma unroll 1
+    for (int word = threadIdx.x % 32, begin = 0; begin < num_words; begin += 32, word += 32) {
+      const uint32_t value = word < num_words ? scale_word(word, scales) : 0;
+      auto* const to = reinterpret_cast<uint32_t*>(args.out_scales) + int64_t{word} * rows_per_group;
+#pragma unroll 1
+      for (uint32_t left = copies; left != 0; left &= left - 1) {
+        const int64_t of_copy = __shfl_sync(~0u, at, __ffs(left) - 1);
+        if (word < num_words) to[of_copy] = value;
+      }
+    }
+    ptx::fence_shared_before_bulk();
+  }
+};
+
+// [thread] Return the place of a pushed row in the slots of local rank `owner`: of a token of `source`, a rank of this
+// node. Its metadata follow it.
+template <Kernels K>
+__device__ inline char* row_slot(const Op<K>& op, int owner, int source, int token) {
+  const Context& context = op.context;
+  const size_t slot = static_cast<size_t>(op.local_of(source)) * context.config.max_tokens + token;
+  return context.peers.at(context.own.slots, owner) + slot * context.slot_stride;
+}
+
+// [thread] Return the row of a received token, and its metadata: in its slot here, or as in other layouts.
+template <Kernels K>
+__device__ inline const char* row_of(const Op<K>& op, const DecodeDispatchParams& params, int source, int token) {
+  if (params.pushes && op.node_of(source) == op.context.node) return row_slot(op, op.context.local, source, token);
+  return row_in_inbox(op, params, source, token);
+}
+template <Kernels K>
+__device__ inline const char* metadata_of(const Op<K>& op, const DecodeDispatchParams& params, int source, int token) {
+  if (params.pushes && op.node_of(source) == op.context.node)
+    return row_slot(op, op.context.local, source, token) + params.args.row_bytes;
+  return metadata_in_inbox(op, params, source, token);
+}
+
+// [thread] Deliver nothing beside rows and scales.
+template <Kernels K>
+__device__ inline void deliver_weights(const Op<K>&, const DecodeDispatchParams&, const Item&, int, bool,
+                                       const float*) {}
+
+// [team] Wait until all ranks of the node have read this rank's staging, metadata and slots of earlier operations.
+// `is_free`: they had done so when this block began (poll_free_slots). Then there is no wait, and no barrier. Return
+// false after an abort of this rank. Called by the stage warps of each block, and by the pull warps about to announce.
+// waits: consumed (free staging), slots_free (free slots)
+template <class Team, Kernels K, class Params>
+__device__ bool wait_for_free_slots(const Op<K>& op, const Params& params, bool is_free) {
+  const Context& context = op.context;
+  return is_free || first_warp_waits<Team>([&] {
+           return wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch) &&
+                  (!params.pushes ||
+                   wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch));
+         });
+}
+
+// [block] Bring the caller's rows to the L2 cache, all blocks together.
+template <Kernels K>
+__device__ inline void prefetch_rows(const Op<K>&, const DecodeDispatchParams& params) {
+  constexpr int kThreads = DispatchBlock<K>::kThreads;
+  for (uint32_t at = (blockIdx.x * kThreads + threadIdx.x) * 128; at < params.prefetched_bytes;
+       at += gridDim.x * kThreads * 128)
+    ptx::prefetch(params.args.rows + at);
+}
+
+// [block] Look once whether this memory is free, each thread for a rank. Return the same in all threads.
+template <Kernels K, class Params>
+__device__ bool poll_free_slots(const Op<K>& op, const Params& params) {
+  const Context& context = op.context;
+  const bool sees_free =
+      PullWarps::has_thread() || !params.pushes
+          ? poll_once(op, context.own.consumed, context.state->staged_epoch, threadIdx.x)
+          : poll_once(op, context.own.slots_free, context.state->pushed_epoch, StageWarps<K>::thread());
+  return __syncthreads_and(!params.stages() || sees_free);
+}
+
+}  // namespace ep::cuda

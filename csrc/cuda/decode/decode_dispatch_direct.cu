@@ -1,0 +1,9 @@
+// The dispatch kernels of decode layout that make a direct plan (config.h).
+#include "cuda/decode/launch_dispatch.cuh"
+
+namespace ep::cuda {
+
+template void Engine::launch_decode_dispatch<Kernels::kDecodeDirect>(const DecodeDispatchArgs&, int32_t*, DecodeLaunch,
+                                                                     cudaStream_t) const;
+
+}  // namespace ep::cuda
