@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
-
 E = TypeVar("E", bound=Exception)
-
-# The words for a time-out or a closed connection in the stores and gloo of PyTorch 2.9 to 2.14 (provoked), in gloo's
-# other paths and in NCCL (read). gloo and FileStore raise a plain RuntimeError. Its subclasses are others.
-_PEER_FAILURE_TYPES = (RuntimeError, DistBackendError, DistNetworkError, DistStoreError)
-_PEER_FAILURE_TEXT = re.compile(
-    r"(wait|connect|read|write|socket|application|operation) timeout|timeout waiting for"
-    r"|(socket has|operation|connection) timed out|timed out (waiting|after|in monitoredBarrier)"
-    r"|connection (was likely )?closed|connection (reset|refused)|broken pipe|socket closed|remote process exit",
-    re.IGNORECASE,
-)
 
 _WITHOUT_EPOCH = ("suspend", "resume", "unmask")  # operations on a buffer that have no epoch
 _COMPILES = " If a rank was compiling (torch.compile, Triton, a CUDA graph), raise EP_DISPATCHER_TIMEOUT_S."
@@ -165,17 +152,6 @@ class OtherRoutingError(_FoundError):
 
 class DisagreementError(_Noted, ValueError):
     """Ranks are in different operations, or have given different arguments. All of them raise it."""
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Return whether an error of torch.distributed is a time-out or a closed connection: a peer is late, or has left.
-
-    Every other error says something else, and must keep its type, text and cause. TimeoutError and ConnectionError are
-    what a store that is written in Python raises, and StoreHangs.
-    """
-    if isinstance(error, (TimeoutError, ConnectionError)):
-        return True
-    return type(error) in _PEER_FAILURE_TYPES and _PEER_FAILURE_TEXT.search(str(error)) is not None
 
 
 def again(error: E, more: str = "") -> E:

@@ -32,7 +32,7 @@ from lib.round_trip import CONFIG, check_new_buffer, inputs, make_buffer, round_
 
 import ep_dispatcher as ep
 from ep_dispatcher import buffer as buffer_module
-from ep_dispatcher import checks, engines, envs, gather, memory
+from ep_dispatcher import checks, engines, envs, gather, memory, stores
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.threads import StoreHangs
 from ep_dispatcher.topology import Topology
@@ -48,7 +48,7 @@ PLACES = {  # what each step calls
 }
 STEPS = list(PLACES)
 GLOO = "ep_dispatcher.engines.cpu.rail.ProcessGroupGloo"  # inside the last step
-READ = "ep_dispatcher.gather._read_decision"  # the end of a step: the others are in the next one
+READ = "ep_dispatcher.gather.read_decision"  # the end of a step: the others are in the next one
 
 
 def late_error(make, *, after_s: float = 0.0) -> ep.PeerTimeoutError:
@@ -298,7 +298,7 @@ def test_keys_of_the_store_are_deleted_and_connections_to_it_used_again(rank, ra
 
     make()
     count()
-    connections = [*map(id, gather._idle[default_store()])]
+    connection = stores.connection()
     for _ in range(3):
         make()
     count()
@@ -309,7 +309,7 @@ def test_keys_of_the_store_are_deleted_and_connections_to_it_used_again(rank, ra
     assert "ranks_per_node" in error_of(make_buffer, ranks_per_node=3)
     count()
     make()
-    assert connections and connections == [*map(id, gather._idle[default_store()])], "connections were not used again"
+    assert stores.connection() is connection is not default_store(), "the connection was not used again"
     if rank:
         late_error(lambda: make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S))
     dist.barrier()
@@ -590,7 +590,7 @@ def test_the_last_to_arrive_is_gone_before_it_decides(rank):
     usual = gather.Gather._decide
 
     def decide(self, store, step, decision):
-        if rank == 2 and step == 0 and "complete" in decision:
+        if rank == 2 and step == 0 and not decision.ranks:
             raise StoreHangs("the cable is cut")
         return usual(self, store, step, decision)
 

@@ -49,13 +49,14 @@ def test_only_a_late_rank_keeps_others_from_a_larger_buffer(monkeypatch, cause):
     """Any other failure of the store keeps its text: healthy ranks were blamed for it."""
 
     class Store(dist.HashStore):
-        def wait(self, *args):
+        def check(self, *args):
             if cause is not None:
                 raise cause
-            return super().wait(*args)
+            return super().check(*args)
 
     store = Store()
-    monkeypatch.setattr(gather, "_connect", lambda: (store, []))
+    monkeypatch.setattr(gather, "connection", lambda: store)
+    monkeypatch.setattr(gather, "drop_connection", lambda: None)
     monkeypatch.setattr(gather, "PrefixStore", lambda prefix, connection: connection)
     monkeypatch.setenv("EP_DISPATCHER_TIMEOUT_S", "1")
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)

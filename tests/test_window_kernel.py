@@ -155,7 +155,7 @@ class Kernel(NamedTuple):
 
 
 class Block:
-    """The program of one block in a launch: ``Pusher``, ``Reducer`` and ``prepare`` of csrc/cuda."""
+    """The program of one block in a launch: ``Pusher``, ``Reducer`` and ``queue_sums`` of csrc/cuda."""
 
     def __init__(self, kernel: Kernel, routing: Routing, events: list[Event], rank: int, launch: int, block: int):
         self.kernel, self.windows, self.progress_flags = kernel, kernel.windows, kernel.progress_flags

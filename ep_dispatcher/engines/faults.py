@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.distributed import Store
 
 from ep_dispatcher import threads
-from ep_dispatcher.errors import is_peer_failure
+from ep_dispatcher.stores import STORE_GONE
 
 # For so many seconds a rank that timed out reads the reports of others, which may time out a little later.
 GRACE_S = 2.0
@@ -93,9 +93,10 @@ def _listen(store: Store, rank: int, word: dict[str, Any], beside: list[int], an
             if is_final or time.monotonic() >= end:
                 return
             time.sleep(0.05)
-    except Exception as error:  # if the store is gone, the last answer counts
-        if not is_peer_failure(error):
-            answer.append(answer[-1]._replace(reason=f"The store failed, by {type(error).__name__}: {error}"))
+    except STORE_GONE:  # then the last answer counts
+        pass
+    except Exception as error:  # it says something else, and keeps its text
+        answer.append(answer[-1]._replace(reason=f"The store failed, by {type(error).__name__}: {error}"))
 
 
 def _read_word(message: bytes, peer: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -25,8 +26,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 from torch.distributed import Store
 
-from ep_dispatcher.errors import is_peer_failure
-from ep_dispatcher.gather import STORE_S, PeersLate, delete, wait_limit
+from ep_dispatcher.gather import PeersLate
+from ep_dispatcher.stores import STORE_GONE, STORE_S, delete, wait_for
 from ep_dispatcher.threads import in_thread
 from ep_dispatcher.topology import Topology
 
@@ -45,11 +46,8 @@ class OwnKeys(Store):
     def delete_keys(self) -> None:
         """Delete the keys of this rank. Call it when all ranks have read them."""
         keys, self._set = self._set, set()
-        try:
+        with suppress(*STORE_GONE):  # if the store is gone, so are the keys
             in_thread(partial(delete, self._store, keys), STORE_S)
-        except Exception as error:  # if the store is gone, so are the keys
-            if not is_peer_failure(error):
-                raise
 
     def _key(self, key: str) -> str:
         return key
@@ -87,6 +85,7 @@ class Renumbered(OwnKeys):
         super().__init__(store)
         self._numbers: dict[str, int] = {}
         self._end = time.monotonic() + timeout_s
+        self.has_waited_in_vain = False
 
     def _key(self, key: str) -> str:
         return re.sub(r"\d+", lambda found: str(self._numbers.setdefault(found[0], len(self._numbers))), key, count=1)
@@ -96,8 +95,12 @@ class Renumbered(OwnKeys):
         return super().get(key)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        limit = wait_limit(max(self._end - time.monotonic(), 0.001))
-        super().wait(keys, min(limit, *timeout) if timeout and timeout[0] > timedelta(0) else limit)
+        limit_s = self._end - time.monotonic()
+        if timeout and timeout[0] > timedelta(0):
+            limit_s = min(limit_s, timeout[0].total_seconds())
+        if not wait_for(self._store, [self._key(key) for key in keys], limit_s):
+            self.has_waited_in_vain = True
+            raise RuntimeError(f"{', '.join(keys)}: not in the store within the limit")
 
 
 def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, timeout_s: float) -> _SymmetricMemory:
@@ -111,8 +114,8 @@ def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, time
     _register_process_group(name, group)  # type: ignore[arg-type]  # GroupName is a str, and is not in 2.9
     try:
         return _SymmetricMemory.rendezvous(memory, name)
-    except Exception as error:  # of the store: only a time-out or a closed connection is a late peer
-        if not is_peer_failure(error):
+    except Exception as error:  # of PyTorch or the store
+        if not (store.has_waited_in_vain or isinstance(error, STORE_GONE)):
             raise
         raise PeersLate(str(error), [r for r in range(topology.num_ranks) if r != topology.rank]) from error
     finally:

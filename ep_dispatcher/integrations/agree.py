@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from weakref import WeakKeyDictionary
@@ -22,8 +21,9 @@ from torch.distributed import PrefixStore, ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.engines.faults import follow_chain
-from ep_dispatcher.errors import is_peer_failure
-from ep_dispatcher.gather import STORE_S, count_attempt
+from ep_dispatcher.gather import count_attempt
+from ep_dispatcher.gloo import is_closed, wait_limit
+from ep_dispatcher.stores import STORE_GONE, STORE_S
 from ep_dispatcher.threads import in_thread
 from ep_dispatcher.topology import registered_group
 
@@ -79,14 +79,14 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
     group = registered_group(group)
     name = group.group_name
     _agreements[name] += 1
-    started = time.monotonic()
+    started, limit_s, hosts = time.monotonic(), envs.timeout_s(), None
     try:
-        limit = timedelta(seconds=envs.timeout_s())
-        dist.all_reduce(tensor, op, group=_hosts(group, limit), async_op=True).wait(limit)
-    except (RuntimeError, OSError) as cause:  # only a time-out or a closed connection is a late peer
-        if not is_peer_failure(cause):
-            raise
+        hosts = _hosts(group, limit_s)
+        dist.all_reduce(tensor, op, group=hosts, async_op=True).wait(wait_limit(limit_s))
+    except (RuntimeError, OSError) as cause:  # raised as it is, unless it means a late peer (gloo.py)
         waited_s, rank = time.monotonic() - started, group.rank()
+        if waited_s < limit_s and not isinstance(cause, STORE_GONE) and not (hosts and _has_lost_a_neighbour(hosts)):
+            raise
         prefix = f"ep_dispatcher/agree/{name}/{_agreements[name]}"
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         late = follow_chain(store, rank, [r for r in range(group.size()) if r != rank]).late_ranks
@@ -142,14 +142,21 @@ def leave(buffer: ep.Buffer) -> None:
         buffer.destroy()
 
 
-def _hosts(group: ProcessGroup, limit: timedelta) -> ProcessGroup:
+def _has_lost_a_neighbour(hosts: ProcessGroup) -> bool:
+    """Return whether the connection to a neighbour is closed: gloo reduces in a ring. Others it may not have made yet,
+    and would wait for."""
+    rank, size = hosts.rank(), hosts.size()
+    return any(is_closed(hosts, neighbour) for neighbour in {(rank - 1) % size, (rank + 1) % size} - {rank})
+
+
+def _hosts(group: ProcessGroup, limit_s: float) -> ProcessGroup:
     """Return the group, if it takes tensors on the CPU; else one of the same ranks that does, made at first use."""
     if _takes_cpu_tensors(group):
         return group
     if group not in _of_hosts:
         ranks = dist.get_process_group_ranks(group)
-        make = partial(dist.new_group, ranks, limit, "gloo", use_local_synchronization=True)
-        _of_hosts[group] = in_thread(make, limit.total_seconds() + STORE_S)  # it asks the store, which may hang
+        make = partial(dist.new_group, ranks, wait_limit(limit_s), "gloo", use_local_synchronization=True)
+        _of_hosts[group] = in_thread(make, limit_s + STORE_S)  # it asks the store, which may hang
     return _of_hosts[group]
 
 

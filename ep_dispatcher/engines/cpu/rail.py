@@ -6,15 +6,15 @@ import ctypes
 import os
 import time
 import weakref
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from ep_dispatcher.engines.cpu.waiter import Message, Waiter
-from ep_dispatcher.errors import is_peer_failure
-from ep_dispatcher.gather import GRACE_S, PeersLate, wait_limit
+from ep_dispatcher.gather import GRACE_S, PeersLate
+from ep_dispatcher.gloo import NO_TAG, is_closed, wait_limit
+from ep_dispatcher.stores import STORE_GONE
 from ep_dispatcher.threads import StoreHangs, in_thread
 
 _LOOK_S = 0.02  # how often a waiting rank checks for an interrupt
@@ -22,7 +22,6 @@ _SPIN_S = 0.0002  # then another thread waits
 _STUCK_S = 5.0  # after the deadline of a message: gloo does not keep its limit
 _ROOM = 32 * 1024  # bytes that a socket takes before its receiver reads
 _NOTHING = b"\xff" * 8  # in a receiver's memory until a message begins to arrive; no message begins with it
-_NO_TAG = 2**31 - 1  # no message has this tag
 
 _rails: weakref.WeakSet[Rail] = weakref.WeakSet()
 
@@ -61,12 +60,13 @@ class Rail:
         if self.others:
             prefix = PrefixStore(f"rail{ranks[0]}", store)
             connect = partial(ProcessGroupGloo, prefix, node, len(ranks), wait_limit(timeout_s))
+            started = time.monotonic()
             try:
                 self._group = in_thread(connect, timeout_s + GRACE_S)
             except StoreHangs as error:  # gloo did not keep its own limit: this rank itself is stuck
                 raise PeersLate(str(error), [ranks[node]]) from error
-            except Exception as error:  # of gloo or the store: only a time-out or a closed connection is a late peer
-                if not is_peer_failure(error):
+            except Exception as error:  # of gloo or the store
+                if time.monotonic() - started < timeout_s and not isinstance(error, STORE_GONE):
                     raise
                 raise PeersLate(str(error), [ranks[n] for n in self.others]) from error
         self._sends: list[Message] = []
@@ -92,8 +92,8 @@ class Rail:
             data = torch.frombuffer(message, dtype=torch.uint8)
             work = getattr(self._group, operation)([data], node, tag)
             return Message(work, phase, node, message, self.deadline)
-        except RuntimeError as error:  # if the peer's end of the connection is closed
-            if not is_peer_failure(error):
+        except RuntimeError as error:  # a closed connection, if it is
+            if not self._is_late(node, self.deadline):
                 raise
             raise RailLate(phase, self.ranks[node]) from error
 
@@ -132,13 +132,18 @@ class Rail:
             if time.monotonic() > message.deadline + _STUCK_S:
                 raise RailLate(message.phase, self.ranks[message.node])
         if message.error is not None:
-            if not is_peer_failure(message.error):
+            if not self._is_late(message.node, message.deadline):
                 raise message.error
             raise RailLate(message.phase, self.ranks[message.node]) from message.error
         message.work = None
         for under_way in (self._sends, self._receives):
             if message in under_way:
                 under_way.remove(message)
+
+    def _is_late(self, node: int, deadline: float) -> bool:
+        """Return whether an error of gloo means a late peer, or one that has left (gloo.py)."""
+        group = self._group
+        return time.monotonic() >= deadline or group is None or is_closed(group, node)
 
     def interrupt(self) -> None:
         """[any thread] Make each wait raise Interrupted, now and later."""
@@ -164,14 +169,12 @@ class Rail:
         receive = group.recv  # type: ignore[attr-defined]  # PyTorch's stubs lack it
         for node in self.others:
             try:
-                receive([torch.empty(1, dtype=torch.uint8, device="cpu")], node, _NO_TAG).wait(
-                    timedelta(milliseconds=1)
-                )
-            except RuntimeError as error:  # as intended; or only this connection was closed already
-                if not is_peer_failure(error):
+                receive([torch.empty(1, dtype=torch.uint8, device="cpu")], node, NO_TAG).wait(wait_limit(0.001))
+            except RuntimeError:  # as intended; or only this connection was closed already
+                if not is_closed(group, node):
                     raise
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Never free the parent's connections in a forked child: a destructor would wait for gloo's thread, which is
         not there."""
         for thing in (self._group, *(message.work for message in (*self._receives, *self._sends))):
@@ -181,7 +184,7 @@ class Rail:
 
 def _forget_all() -> None:
     for rail in list(_rails):
-        rail._forget()  # noqa: SLF001
+        rail.forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 
 from torch.distributed import Work
 
 from ep_dispatcher import threads
+from ep_dispatcher.gloo import wait_limit
 
 
 class Message:
@@ -34,7 +34,7 @@ class Message:
         """Wait for gloo. Nothing can interrupt this."""
         assert self.work is not None
         try:
-            self.work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
+            self.work.wait(wait_limit(max(self.deadline - time.monotonic(), 0.001)))
         except Exception as error:  # the owner raises it
             self.error = error.with_traceback(None)
         self.memory = None

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch.distributed import Store
 
-from ep_dispatcher.gather import STORE_S
+from ep_dispatcher.stores import STORE_S
 from ep_dispatcher.threads import in_thread
 
 BYTES = 64  # of CUmemFabricHandle
