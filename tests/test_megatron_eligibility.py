@@ -17,7 +17,8 @@ from lib.megatron_layer import (
     with_graphs,
 )
 
-from ep_dispatcher.integrations.megatron import eligibility, experts, plugin, register, unregister
+from ep_dispatcher.integrations.megatron import plugin, register, unregister
+from ep_dispatcher.integrations.megatron.grouped_experts import eligibility, experts
 
 
 class Wrapped(TEColumnParallelGroupedLinear):

@@ -29,7 +29,7 @@ from lib.megatron_recompute import MOE
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.errors import again
-from ep_dispatcher.integrations.megatron import limits, routing
+from ep_dispatcher.integrations.megatron.dispatcher import limits, routing
 
 LIMIT_S, SLACK_S = 3.0, 20.0
 
@@ -87,7 +87,7 @@ def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int
     probs = torch.rand(24, EXPERTS, device=x.device) + 0.1
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
     routing_map[:, :topk] = True
-    monkeypatch.setattr(routing, "host_looks", lambda routing_map: False)
+    monkeypatch.setattr(routing, "can_host_look", lambda routing_map: False)
     for wrong in ([7], [7, 20]) if topk < EXPERTS else ():
         given = routing_map.clone()
         given[wrong, -2:] = True  # two more than top-k, or the last of all

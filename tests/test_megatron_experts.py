@@ -42,7 +42,7 @@ from lib.megatron_layer import (
 from lib.megatron_layer_cases import CASES, UNEVEN
 from lib.megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
-from ep_dispatcher.integrations.megatron import limits
+from ep_dispatcher.integrations.megatron.dispatcher import limits
 
 # ---- SequentialMLP --------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ from lib.megatron_main_grad import main_grads
 from lib.megatron_recompute import Microbatch
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron import experts, float8, graphs
+from ep_dispatcher.integrations.megatron.dispatcher import graphs, handover
+from ep_dispatcher.integrations.megatron.grouped_experts import experts, float8, replaced
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.float8_gemm import quantize_weights
 
@@ -264,7 +265,7 @@ def test_nodes_of_the_overlap_schedule(rank: int):
             sent = steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
             given = [t.detach().requires_grad_() for t in sent] if cut else sent
             rows, counts, row_probs = steps.dispatch_postprocess(*given)
-            assert isinstance(counts, float8.Quantized) and rows.untyped_storage().nbytes() == 2
+            assert isinstance(counts, handover.Quantized) and rows.untyped_storage().nbytes() == 2
             out = steps.combine_postprocess(steps.token_combine(layer.experts(rows, counts, row_probs)[0]))
             out.backward(random(*out.shape, seed=7, dtype=out.dtype))
             if cut:
@@ -342,7 +343,7 @@ def plain_matrices():
             module.config.fp8 = recipe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TEGroupedMLP, "forward", experts.forward_grouped(run))
+        patch.setattr(TEGroupedMLP, "forward", replaced.run_grouped(run))
         yield
 
 
@@ -482,8 +483,8 @@ def test_layers_are_named_with_their_reasons(rank: int):
         ones = [experts.of(layer.experts) for layer in layers]
         line = said(printed)
     assert grouped == [False] * 10 + [True] * 4
-    assert [one.float8 for one in ones[10:]] == [False, True, True, False]
-    assert [one.takes_quantised for one in ones[10:]] == [False, True, True, False]
+    assert [one.is_float8 for one in ones[10:]] == [False, True, True, False]
+    assert [one.can_take_quantised for one in ones[10:]] == [False, True, True, False]
     if rank == 0:
         head, _, others = line.partition(". Megatron's own way: ")
         assert "4 of 14 MoE layers in grouped GEMMs, 2 of them in FP8" in head
@@ -517,4 +518,4 @@ def test_layers_outside_the_context_run_in_bfloat16(rank: int, monkeypatch):
             patch.setattr(float8, "_manager", lambda: types.SimpleNamespace(is_fp8_enabled=lambda: True))
             assert torch.equal(step(layer, bfloat16_tokens(rank))["output"], in_context)
         assert sent[0][0] == torch.float8_e4m3fn
-        assert not experts.of(other.experts).float8, "it has not run inside the context"
+        assert not experts.of(other.experts).is_float8, "it has not run inside the context"

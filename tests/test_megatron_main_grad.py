@@ -1,5 +1,7 @@
 """Experts in grouped GEMMs: gradients of weights, where and when Megatron looks for them."""
 
+import gc
+
 import pytest
 import torch
 from lib.megatron_experts import GROUPED, GROUPED_GEMMS, MODES, TWO_PARTS, make_grouped_layer, switched_on
@@ -131,3 +133,20 @@ def test_main_grad_without_a_wrapper(rank, mode):
         layer.config.gradient_accumulation_fusion = True
         got = main_grads(layer, tokens_of(rank), tokens_of(rank, 1))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks()
+def test_a_layer_may_be_dropped_before_its_backward(rank: int):
+    """The graph has all that the gradients need."""
+    config = make_config(**GROUPED)
+    config.gradient_accumulation_fusion = True
+    with switched_on():
+        layer = make_grouped_layer(config)
+        weights = list(layer.experts.parameters())
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight)
+        out = layer(tokens_of(rank))[0].sum()
+        del layer
+        gc.collect()
+        out.backward()
+    assert any(weight.main_grad.any() for weight in weights)

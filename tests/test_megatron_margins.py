@@ -7,7 +7,8 @@ import pytest
 import torch
 from lib.megatron_layer import make_config, make_layer, on_gpu, on_ranks, tokens_of
 
-from ep_dispatcher.integrations.megatron import buffers, limits, margins, register, unregister
+from ep_dispatcher.integrations.megatron import register, unregister
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, limits, margins, registration
 
 TE = margins.TE_VARIABLE
 ON, OFF = types.SimpleNamespace(ep_dispatcher_gemm_sm_margin=True), types.SimpleNamespace()
@@ -26,7 +27,7 @@ class Carveout:
 
 def stand_in_for_a_gpu(patch) -> Carveout:
     """A GPU whose dispatch and combine use 24 of 132 multiprocessors, and nothing set by the user."""
-    margins._free_margins.cache_clear()
+    registration.forget(margins.Margins)
     patch.delenv(TE, raising=False)
     patch.setattr(buffers, "most_sms", lambda: SMS_IN_USE)
     properties = types.SimpleNamespace(multi_processor_count=GPU_SMS)
@@ -37,7 +38,7 @@ def stand_in_for_a_gpu(patch) -> Carveout:
 @pytest.fixture
 def carveout(monkeypatch):
     yield stand_in_for_a_gpu(monkeypatch)
-    margins._free_margins.cache_clear()
+    registration.forget(margins.Margins)
 
 
 def now(carveout: Carveout) -> tuple:
@@ -75,7 +76,7 @@ def test_what_the_user_has_set_stays(monkeypatch, capsys, carveout):
     assert now(carveout) == ("8", None)
     assert capsys.readouterr().out.endswith("Libraries: PyTorch's cuBLASLt (SM carve-out)\n")
 
-    margins._free_margins.cache_clear()
+    registration.forget(margins.Margins)
     carveout.value = 4
     with margins.margin(ON):
         assert now(carveout) == ("8", 4)
@@ -106,7 +107,7 @@ def test_layers_of_two_passes_leave_multiprocessors(rank: int):
         assert seen == [BESIDE] + 2 * [ALONE]
         unregister()
         assert vars(TransformerLayerSchedulePlan)["run"] is look
-    margins._free_margins.cache_clear()
+    registration.forget(margins.Margins)
 
 
 @pytest.mark.skipif(on_gpu(), reason="what stands for a GPU is for CPUs")
@@ -123,7 +124,7 @@ def test_overlapped_shared_experts_leave_multiprocessors(rank: int):
             hook(lambda module, given: seen.append(now(carveout)))
         layer.experts.register_forward_pre_hook(lambda module, given: seen.append(now(carveout)))
         layer(tokens_of(rank))
-    margins._free_margins.cache_clear()
+    registration.forget(margins.Margins)
     assert seen == [BESIDE, ALONE, BESIDE]
 
 

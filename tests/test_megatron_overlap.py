@@ -43,7 +43,8 @@ from lib.megatron_recompute import MOE, Microbatch
 from lib.megatron_schedule import OVERLAPPED, run_nodes
 from torch.utils.flop_counter import FlopCounterMode
 
-from ep_dispatcher.integrations.megatron import experts, register, unregister
+from ep_dispatcher.integrations.megatron import register, unregister
+from ep_dispatcher.integrations.megatron.grouped_experts import experts
 from ep_dispatcher.moe import overlap
 
 HEAD = "ep_dispatcher runs dispatch and combine under the experts' GEMMs in"

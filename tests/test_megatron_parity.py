@@ -171,7 +171,7 @@ STEPS = {
 
 @contextlib.contextmanager
 def has(bug):
-    from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+    from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
 
     right = getattr(MoEEPTokenDispatcher, STEPS[bug])
     with pytest.MonkeyPatch.context() as patch:

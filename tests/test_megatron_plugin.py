@@ -31,22 +31,20 @@ from lib.megatron_layer import (
     use_layout,
 )
 
-from ep_dispatcher.integrations.megatron import limits, plugin, register, registration, unregister
+from ep_dispatcher.integrations.megatron import plugin, register, unregister
+from ep_dispatcher.integrations.megatron.dispatcher import limits, registration
 
 MODULE = "ep_dispatcher.integrations.megatron"
 
 
 def functions_of_megatron() -> dict:
-    """All that register() may replace: functions and classes of Megatron, those of the parser, and the type of a field.
-
-    `__new__` is not: a class that has had one of its own needs one for good.
-    """
+    """All that register() may replace: functions and classes of Megatron, those of the parser, the type of a field."""
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.core")]
     classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
     owners = [*modules, *(one for one in classes if one.__module__.startswith("megatron")), argparse.ArgumentParser]
     found = {(str(owner), name): value for owner in owners for name, value in vars(owner).items()}
     found = {key: one for key, one in found.items() if callable(one) or isinstance(one, staticmethod)}
-    return {key: one for key, one in found.items() if key[1] != "__new__"} | {("field", "type"): type_of_the_field()}
+    return found | {("field", "type"): type_of_the_field()}
 
 
 def differing(before: dict) -> list[str]:
@@ -58,13 +56,6 @@ def differing(before: dict) -> list[str]:
 # ---- register and unregister ----------------------------------------------------------------------------------------
 
 
-SCHEDULES = (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-)
-
-
 def type_of_the_field():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -72,11 +63,14 @@ def type_of_the_field():
 
 
 @on_ranks()
-def test_register_and_undo(rank: int):
+def test_register_and_undo(rank: int, monkeypatch):
     import megatron.core
-    from megatron.core.transformer.moe import experts, token_dispatcher
+    from megatron.core import pipeline_parallel
+    from megatron.core.pipeline_parallel import schedules
 
-    flex = token_dispatcher.MoEFlexTokenDispatcher
+    user = types.ModuleType("module_of_a_user")
+    user.get_forward_backward_func = schedules.get_forward_backward_func.__wrapped__
+    monkeypatch.setitem(sys.modules, user.__name__, user)
     make_layer(make_config())  # imports modules, and lets Python complete classes
     unregister()
     before = functions_of_megatron()
@@ -84,25 +78,26 @@ def test_register_and_undo(rank: int):
         registration = register()
         assert register() is registration, "a second call changes nothing"
         replaced = differing(before)
-        expected = {"type", "__post_init__", "should_free_input", "__call__", "step", *SCHEDULES}
+        expected = {"type", "__post_init__", "should_free_input", "__call__", "get_forward_backward_func"}
         expected |= {"__init__", "forward", "backward_dw", "run", "parse_known_args", "create_cudagraphs"}
-        if hasattr(experts, "skip_routed_expert_padding"):
-            expected.add("skip_routed_expert_padding")
         assert set(replaced) == expected
-        assert len(registration.replaced) == len(replaced) + 1  # the class's __new__
-        for name in (*replaced, "moe_flex_dispatcher_backend", "__new__"):
+        assert len(registration.replaced) == len(replaced) - 1, "one is imported by name elsewhere"
+        assert len(registration.replaced) <= 15, "14 functions, and the type of a field"
+        for name in (*replaced, "moe_flex_dispatcher_backend"):
             assert any(name in line for line in registration.replaced), name
         assert megatron.core.__version__ in str(registration)
         assert str(registration).count("\n") == len(registration.replaced)
+        assert schedules.get_forward_backward_func is pipeline_parallel.get_forward_backward_func
+        assert schedules.get_forward_backward_func is user.get_forward_backward_func, "it was imported by name"
         assert type(make_layer(make_config()).token_dispatcher).__name__ == CLASSES[OURS]
         assert "ep_dispatcher" in get_args(type_of_the_field()) and "deepep" in get_args(type_of_the_field())
 
         unregister()
         unregister()
         assert not differing(before), differing(before)
+        assert user.get_forward_backward_func is schedules.get_forward_backward_func
         assert "ep_dispatcher" not in get_args(type_of_the_field())
-        # The class makes itself again, and Megatron does not know our name.
-        assert type(flex.__new__(flex)) is flex
+        # Megatron does not know our name.
         assert "ep_dispatcher" in error_of(lambda: make_layer(make_config()))
         assert type(make_layer(make_config("alltoall")).token_dispatcher).__name__ == CLASSES["alltoall"]
 
@@ -173,9 +168,9 @@ def test_an_unknown_layout_is_refused_and_nothing_replaced(rank: int):
         ("no Literal", field, "type", str),
         ("token_combine", token_dispatcher.MoETokenDispatcher, "token_combine", gone),
         ("moe_layer does not use", moe_layer, "MoEFlexTokenDispatcher", object),
-        ("MoEFlexTokenDispatcher.__new__", token_dispatcher, "MoEFlexTokenDispatcher", gone),
-        ("given 0.15.0", megatron.core, "__version__", "0.15.0"),
-        ("given unknown", megatron.core, "__version__", "unknown"),
+        ("MoEFlexTokenDispatcher is missing", token_dispatcher, "MoEFlexTokenDispatcher", gone),
+        ("is 0.15.0", megatron.core, "__version__", "0.15.0"),
+        ("is unknown", megatron.core, "__version__", "unknown"),
         ("fine_grained_callables", megatron.core.models.gpt, "fine_grained_callables", gone),
     ]
     before = functions_of_megatron()
@@ -184,9 +179,8 @@ def test_an_unknown_layout_is_refused_and_nothing_replaced(rank: int):
             if words == name == "fine_grained_callables":
                 patch.setitem(sys.modules, "megatron.core.models.gpt.fine_grained_callables", None)
             patch.delattr(owner, name) if value is gone else patch.setattr(owner, name, value)
-            replaced = flex.__dict__.get("__new__")
             assert words in error_of(register, plugin.UnknownMegatronError), words
-            assert flex.__dict__.get("__new__") is replaced and registration.active() is None and not plugin._undo
+            assert registration.active() is None
         assert not differing(before), words
     register()  # and in the layout that is known it works
 
@@ -410,9 +404,14 @@ def test_experts_do_not_pad_again(rank: int):
     """Experts leave out their own padding, for ours alone: rows arrive padded."""
     from megatron.core.transformer.moe import experts, moe_utils
 
+    from ep_dispatcher.integrations.megatron.dispatcher import backend_name
+
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
-        assert experts.skip_routed_expert_padding(make_config())
-        assert not experts.skip_routed_expert_padding(make_config("alltoall"))
+        for config, is_ours in ((make_config(), True), (make_config("alltoall"), False)):
+            for is_padded in (True, False):
+                with backend_name.of_padded_rows(config, is_padded):
+                    assert experts.skip_routed_expert_padding(config) is (is_ours and is_padded)
+        assert make_config().moe_flex_dispatcher_backend == OURS
 
 
 @on_ranks()
@@ -491,7 +490,7 @@ FOR_RANKS = {"TESTS": str(Path(__file__).parent), "PYTHONWARNINGS": "ignore", "G
 SCRIPT = """
 import argparse, json, os, sys
 import helper
-from ep_dispatcher.integrations.megatron import registration
+from ep_dispatcher.integrations.megatron.dispatcher import registration
 assert registration.active() is not None, "the launcher has registered it"
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--moe-token-dispatcher-type")
@@ -626,9 +625,9 @@ m.destroy_buffers()
 assert not [name for name in sys.modules if name.split(".")[0] == "megatron"], "the launcher chooses which Megatron"
 assert len(asked) == 1, asked
 m.register()
-for module in pkgutil.iter_modules(m.__path__):
-    if module.name != "__main__":
-        importlib.import_module(m.__name__ + "." + module.name)
+for module in pkgutil.walk_packages(m.__path__, m.__name__ + "."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 import torch.distributed as dist
 sys.path.insert(0, os.environ["TESTS"])
 from lib.megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout

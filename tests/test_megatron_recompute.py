@@ -31,7 +31,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import recompute
 from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.integrations.megatron import register, unregister
-from ep_dispatcher.integrations.megatron.recompute import Checkpointed
+from ep_dispatcher.integrations.megatron.dispatcher.recompute import Checkpointed
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from ep_dispatcher import engines
-from ep_dispatcher.integrations.megatron import routing
-from ep_dispatcher.integrations.megatron.routing import Routing
+from ep_dispatcher.integrations.megatron.dispatcher import routing
+from ep_dispatcher.integrations.megatron.dispatcher.routing import Routing
 
 needs_gpu = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -98,7 +98,7 @@ def test_kernel_marks_what_operators_mark(how):
     routing_map[11], routing_map[17, :4] = True, True  # more than topk
     found = routing.columns(how, routing_map, probs)
     expected = routing._by_operators(how, routing_map, probs)
-    assert not routing.host_looks(routing_map)
+    assert not routing.can_host_look(routing_map)
     for token in (11, 17):
         assert int(found[0][token, -1]) == int(expected[0][token, -1]) == 10 * how.slices, "an unknown expert"
     rest = [t for t in range(40) if t not in (11, 17)]

@@ -1,7 +1,7 @@
 """Optimizer steps that are skipped because more rows arrive than the rank capacity has room for."""
 
-import importlib.util
 import random
+import sys
 import types
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -31,8 +31,9 @@ from lib.megatron_training import (
 )
 
 from ep_dispatcher.errors import TooFewRowsError
-from ep_dispatcher.integrations.megatron import buffers, capacity, graphs, limits, skipped_step, skipped_steps
-from ep_dispatcher.integrations.megatron.capacity import Overflow
+from ep_dispatcher.integrations.megatron import skipped_steps
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, capacity, graphs, limits, registration, skipped_step
+from ep_dispatcher.integrations.megatron.dispatcher.capacity import Overflow
 
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
 ON_GPU = pytest.mark.skipif(not on_gpu(), reason="CUDA graphs need GPUs: EP_DISPATCHER_ENGINE=cuda")
@@ -121,7 +122,7 @@ def run_job(
             else:
                 success, norm, zeros = optimizer.step()
             job.succeeded.append(success)
-            job.factors.append(capacity.job.grown)
+            job.factors.append(capacity.job().grown)
             logged = logged_values()
             if success:
                 assert norm > 0 and zeros is not None
@@ -268,7 +269,7 @@ def test_evaluations_and_loops_of_ones_own(rank: int):
         with torch.no_grad():
             text = run(of.schedule, forward_only=True)
         assert "evaluation" in text and f"{FACTOR} 2 is enough" in text
-        assert capacity.job.pending is None and capacity.job.grown == 0 and skipped_steps() == 0
+        assert capacity.job().pending is None and capacity.job().grown == 0 and skipped_steps() == 0
         other = torch.optim.SGD(of.model.parameters(), lr=1.0)
         of.schedule()
         weights = [weight.detach().clone() for weight in of.model.parameters()]
@@ -302,10 +303,10 @@ def test_other_errors_are_raised(rank: int):
 
     with training() as of:
         error_of(lambda: of.schedule(forward_step_func=broken), Fault)
-        assert capacity.job.found is None
+        assert capacity.job().found is None
         of.skew.share = ALL
         of.schedule()
-        assert skipped_steps() == 1 and capacity.job.grown == 2
+        assert skipped_steps() == 1 and capacity.job().grown == 2
         assert of.optimizer.step() == (False, None, None)
 
 
@@ -333,7 +334,7 @@ def test_histories_of_float8_are_named(rank: int):
     assert not skipped_step._is_scaled_with_delay(module)
     with training() as of:
         of.schedule()
-        capacity.job.models[of.model].keeps_amaxes = True
+        capacity.job().models[of.model].keeps_amaxes = True
         of.skew.share = ALL
         of.schedule()
         assert rank > 0 or "Amax histories of FP8 have seen this step" in lines_of(of.printed.getvalue())[0]
@@ -387,7 +388,7 @@ def test_graphs_are_captured_again(rank: int, monkeypatch):
 
     create = cuda_graphs.TECudaGraphHelper.create_cudagraphs
     assert create.__code__ is graphs.note_helper(Helper.create_cudagraphs).__code__, "registered"
-    monkeypatch.setattr(graphs, "are_used", True)
+    monkeypatch.setattr(registration.part(graphs.Graphs), "are_used", True)
     with training(use_distributed_optimizer=True, overlap_param_gather=True, num_microbatches=1) as of:
         model = of.model
         helper, manager = Helper(model), torch.nn.Module.__new__(cuda_graphs.CudaGraphManager)
@@ -420,18 +421,49 @@ def test_graphs_are_captured_again(rank: int, monkeypatch):
         assert len(helper.did) == 4
 
 
+class OptimizerGraph:
+    """Megatron's OptimizerCudaGraphWrapper of 0.17 and newer, with a graph that notes its replays."""
+
+    curr_iteration = 0
+    cuda_graph = result = None
+
+    def __init__(self, optimizer_step_func, cuda_graph_warmup_steps=1):
+        self.optimizer_step_func, self.cuda_graph_warmup_steps = optimizer_step_func, cuda_graph_warmup_steps
+        self.replays, self.num_captures = 0, 0
+
+    def __call__(self):
+        kind = OptimizerGraph
+        if kind.curr_iteration == self.cuda_graph_warmup_steps:
+            assert kind.cuda_graph is None
+            self.num_captures += 1
+            kind.result, kind.cuda_graph = self.optimizer_step_func(), self
+        if kind.cuda_graph is None:
+            kind.result = self.optimizer_step_func()
+        else:
+            self.replays += 1
+        kind.curr_iteration += 1
+        return kind.result
+
+
 @ON_CPU
+@pytest.mark.parametrize("skipped", [0, 1, 3], ids=["a warm-up", "the step of the capture", "a replay"])
 @on_ranks(2)
-def test_an_optimizer_in_a_cuda_graph_skips_too(rank: int):
-    """Megatron 0.17 and newer can replay the optimizer's step: then no step of an optimizer is called."""
-    name = "megatron.core.optimizer.optimizer_cuda_graph"
-    if importlib.util.find_spec(name) is None:
-        return  # 0.16
+def test_an_optimizer_in_a_cuda_graph_skips_too(rank: int, skipped: int, monkeypatch):
+    """A replay would run no Python, and a capture of a step that skips would be an empty graph."""
+    module = types.SimpleNamespace(OptimizerCudaGraphWrapper=OptimizerGraph)
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer.optimizer_cuda_graph", module)
+    for name in ("cuda_graph", "result", "curr_iteration"):
+        monkeypatch.setattr(OptimizerGraph, name, getattr(OptimizerGraph, name))
     with training() as of:
-        step = importlib.import_module(name).OptimizerCudaGraphWrapper(lambda: pytest.fail("the graph"))
-        of.skew.share = ALL
-        of.schedule()
-        assert step() == (False, None, None)
+        step = OptimizerGraph(of.optimizer.step)
+        found = []
+        for number in range(6):
+            of.model.zero_grad_buffer()
+            of.skew.share = ALL if number == skipped else 0.0
+            of.schedule()
+            found.append(step()[0])
+        assert found == [number != skipped for number in range(6)]
+        assert step.num_captures == 1 and step.replays == 4
 
 
 @ON_GPU
@@ -445,12 +477,16 @@ def test_a_step_of_replays_is_skipped(rank: int):
     from ep_dispatcher.moe import grouped_gemm
 
     class Optimizer(MegatronOptimizer):
-        prepare_grads = step_with_ready_grads = zero_grad = get_loss_scale = reload_model_params = None
+        step_with_ready_grads = zero_grad = get_loss_scale = reload_model_params = None
         state_dict = load_state_dict = sharded_state_dict = None
         num_steps = 0
 
-        @skipped_step.skip
+        def prepare_grads(self):
+            return False
+
         def step(self):
+            if self.prepare_grads():
+                return False, None, None
             self.num_steps += 1
             return True, 0.0, 0
 
@@ -495,7 +531,7 @@ def test_a_step_of_replays_is_skipped(rank: int):
             weight[:2] = 1
         run(given=alike.requires_grad_())
         assert captured.layer is None and optimizer.step() == (False, None, None)
-        assert skipped_steps() == 1 and capacity.job.grown == 2 and optimizer.num_steps == 1
+        assert skipped_steps() == 1 and capacity.job().grown == 2 and optimizer.num_steps == 1
         assert len(lines_of(printed.getvalue())) == (rank == 0)
         with torch.no_grad():
             weight.copy_(kept)

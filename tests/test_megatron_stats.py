@@ -11,7 +11,8 @@ from lib.megatron_layer import Layout, environment, on_gpu, on_ranks
 from lib.megatron_training import BATCH, LENGTH, MICROBATCHES, training
 
 from ep_dispatcher.integrations.job_stats import JobStats
-from ep_dispatcher.integrations.megatron import buffers, job_stats, skipped_steps, stats_log
+from ep_dispatcher.integrations.megatron import job_stats, skipped_steps
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, stats_log
 
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
 CHOICES = BATCH * LENGTH * MICROBATCHES * 2  # of a rank in a step and layer: top-k is 2

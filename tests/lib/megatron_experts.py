@@ -17,7 +17,7 @@ from lib.megatron_layer import (
 )
 
 # isort: split
-from ep_dispatcher.integrations.megatron import eligibility, experts
+from ep_dispatcher.integrations.megatron.grouped_experts import eligibility, experts
 from ep_dispatcher.moe import overlap
 
 GROUPED_GEMMS, OVERLAP, TWO_PARTS = "grouped GEMMs", "overlap", "two parts"

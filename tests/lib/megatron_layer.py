@@ -77,7 +77,7 @@ def _use_device() -> None:
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.compiler.set_stance("force_eager")  # compiling Megatron's activations takes longer than all that uses them
-    from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+    from ep_dispatcher.integrations.megatron.dispatcher.cpu import let_megatron_run_on_cpu
 
     let_megatron_run_on_cpu()
 
@@ -129,7 +129,8 @@ def _run_body(rank: int, body: Callable, layout: Layout | None, given: dict) -> 
 def use_layout(layout: Layout) -> None:
     """Form these groups of the ranks of the pool, with no buffers from before, and register ours."""
     global _layout
-    from ep_dispatcher.integrations.megatron import buffers, capacity, destroy_buffers, register
+    from ep_dispatcher.integrations.megatron import destroy_buffers, register
+    from ep_dispatcher.integrations.megatron.dispatcher import buffers, capacity, registration
 
     _use_device()
     settings = register().settings
@@ -138,8 +139,8 @@ def use_layout(layout: Layout) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
-    capacity.job = capacity.Job()
-    buffers._has_warned = False
+    registration.forget(capacity.Job)
+    registration.part(buffers.Buffers).has_warned = False
     if layout != _layout:
         leave_layout()
         parallel_state.initialize_model_parallel(

@@ -16,12 +16,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ep_dispatcher.integrations.megatron.buffers import destroy_buffers
-    from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+    from ep_dispatcher.integrations.megatron.dispatcher.buffers import destroy_buffers
+    from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
+    from ep_dispatcher.integrations.megatron.dispatcher.registration import Registration, UnknownMegatronError
+    from ep_dispatcher.integrations.megatron.dispatcher.skipped_step import skipped_steps
+    from ep_dispatcher.integrations.megatron.dispatcher.stats_log import job_stats
     from ep_dispatcher.integrations.megatron.plugin import register, unregister
-    from ep_dispatcher.integrations.megatron.registration import Registration, UnknownMegatronError
-    from ep_dispatcher.integrations.megatron.skipped_step import skipped_steps
-    from ep_dispatcher.integrations.megatron.stats_log import job_stats
 
 __all__ = [
     "MoEEPTokenDispatcher",
@@ -34,13 +34,13 @@ __all__ = [
     "unregister",
 ]
 _HOMES = {
-    "MoEEPTokenDispatcher": "dispatcher",
-    "Registration": "registration",
-    "UnknownMegatronError": "registration",
-    "destroy_buffers": "buffers",
-    "job_stats": "stats_log",
+    "MoEEPTokenDispatcher": "dispatcher.dispatcher",
+    "Registration": "dispatcher.registration",
+    "UnknownMegatronError": "dispatcher.registration",
+    "destroy_buffers": "dispatcher.buffers",
+    "job_stats": "dispatcher.stats_log",
     "register": "plugin",
-    "skipped_steps": "skipped_step",
+    "skipped_steps": "dispatcher.skipped_step",
     "unregister": "plugin",
 }
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher.integrations.megatron import destroy_buffers, register, registration, unregister
+from ep_dispatcher.integrations.megatron import destroy_buffers, register, unregister
+from ep_dispatcher.integrations.megatron.dispatcher import registration
 from ep_dispatcher.tools.benchmark.parts import ENGINE, Calls, Part
 from ep_dispatcher.tools.benchmark.sides import go_back, verdict
 
@@ -109,7 +110,7 @@ def dispatchers(
 ) -> Iterator[Dispatchers]:
     """The dispatchers over the group, without tensor parallelism and Transformer Engine. Collective."""
     if not torch.cuda.is_available():
-        from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+        from ep_dispatcher.integrations.megatron.dispatcher.cpu import let_megatron_run_on_cpu
 
         let_megatron_run_on_cpu()
     registered = registration.active() is not None
@@ -119,7 +120,7 @@ def dispatchers(
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from ep_dispatcher.integrations.megatron.limits import SMS_FIELDS
+        from ep_dispatcher.integrations.megatron.dispatcher.limits import SMS_FIELDS
 
         settings = dict(
             num_layers=1,

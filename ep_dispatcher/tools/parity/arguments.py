@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ep_dispatcher.integrations.megatron import arguments as of_dispatcher
-from ep_dispatcher.integrations.megatron.arguments import flag_of
+from ep_dispatcher.integrations.megatron.dispatcher import arguments as of_dispatcher
+from ep_dispatcher.integrations.megatron.dispatcher.arguments import flag_of
 from ep_dispatcher.tools.parity import dispatchers, flags, plot
 from ep_dispatcher.tools.parity.dispatchers import OURS
 from ep_dispatcher.tools.parity.flags import Others, Refused

@@ -50,7 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron import registration
+from ep_dispatcher.integrations.megatron.dispatcher import registration
 from ep_dispatcher.tools.parity import arguments, inputs, plot, report
 from ep_dispatcher.tools.parity.arguments import Run
 from ep_dispatcher.tools.parity.dispatchers import OURS
@@ -131,7 +131,7 @@ def _parse(argv: list[str]) -> Run:
 
         has_te = transformer_engine.HAVE_TE
     else:
-        from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+        from ep_dispatcher.integrations.megatron.dispatcher.cpu import let_megatron_run_on_cpu
 
         let_megatron_run_on_cpu()
     return arguments.parse(argv, __doc__, dist.get_world_size(), cpu=not gpu, transformer_engine=has_te)
@@ -194,7 +194,7 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
 
 
 def _how_experts_ran(module: torch.nn.Module) -> str:
-    from ep_dispatcher.integrations.megatron import experts
+    from ep_dispatcher.integrations.megatron.grouped_experts import experts
 
     grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(module) else ""
     return grouped + ", in FP8" * experts.is_float8(module)
@@ -205,7 +205,8 @@ def _megatron(run: Run) -> Iterator[None]:
     """Make Megatron's groups for the time of the comparison, and register ep_dispatcher if it is compared."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from ep_dispatcher.integrations.megatron import destroy_buffers, register, registration, unregister
+    from ep_dispatcher.integrations.megatron import destroy_buffers, register, unregister
+    from ep_dispatcher.integrations.megatron.dispatcher import registration
 
     registered = registration.active() is not None
     if run.has_ours:
@@ -413,21 +414,21 @@ def _without_experts(layer) -> Iterator[None]:
 
     The rows arrive as before, also those for experts in grouped GEMMs.
     """
-    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have
-    from ep_dispatcher.integrations.megatron.deferred import Deferred
-    from ep_dispatcher.integrations.megatron.float8 import Quantized
+    from ep_dispatcher.integrations.megatron.dispatcher.handover import Deferred, Quantized
+    from ep_dispatcher.integrations.megatron.grouped_experts import deferred  # imports Megatron, which not all have
+    from ep_dispatcher.integrations.megatron.grouped_experts.layer import note_forward
 
     def weigh(rows: Tensor, counts: Any, probs: Tensor) -> tuple[Tensor, None]:
         return (rows * probs.unsqueeze(-1)).to(rows.dtype), None
 
     def forward(rows: Tensor, counts: Any, probs: Tensor) -> tuple[Tensor, None]:
         if isinstance(counts, Deferred):
-            return counts.run_megatrons_way(rows, probs, weigh), None
+            return deferred.run_megatrons_way(counts, rows, probs, weigh), None
         if isinstance(counts, Quantized):
             rows = ep.dequantize(counts.pair(rows))
         return weigh(rows, counts, probs)
 
-    experts.forwards.add(forward)  # it takes what ours takes, so the layer sees no change
+    note_forward(forward)  # it takes what ours takes, so the layer sees no change
     layer.experts.forward = forward
     try:
         yield

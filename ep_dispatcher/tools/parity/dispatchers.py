@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, NamedTuple, get_args
 
-from ep_dispatcher.integrations.megatron import registration
-from ep_dispatcher.integrations.megatron.arguments import flag_of
+from ep_dispatcher.integrations.megatron.dispatcher import registration
+from ep_dispatcher.integrations.megatron.dispatcher.arguments import flag_of
 from ep_dispatcher.tools.parity.flags import Refused
 
 OURS = "ep_dispatcher"

@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from ep_dispatcher.integrations.megatron.arguments import flag_of
+from ep_dispatcher.integrations.megatron.dispatcher.arguments import flag_of
 from ep_dispatcher.tools.benchmark.harness import number
 
 # Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as

@@ -51,13 +51,13 @@ class Profile:
 @contextlib.contextmanager
 def _named_steps(layer: Any) -> Iterator[None]:
     """Give profilers the steps of the layer by name."""
-    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have
+    from ep_dispatcher.integrations.megatron.grouped_experts.layer import note_forward
 
     owners = [(layer.router, "forward", "router"), (layer.experts, "forward", "experts")]
     owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
         setattr(owner, method, record_function(PREFIX + step)(getattr(owner, method)))
-    experts.forwards.add(layer.experts.forward)
+    note_forward(layer.experts.forward)
     try:
         yield
     finally:

@@ -17,8 +17,10 @@ In an evaluation, and without an optimizer of Megatron's, there is no step to sk
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +32,9 @@ from torch.nn import Module
 
 from ep_dispatcher.errors import TooFewRowsError, again
 from ep_dispatcher.integrations.agree import largest_in_job, say
-from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, stats_log
-from ep_dispatcher.integrations.megatron.capacity import Overflow
-from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, buffers, capacity, graphs, limits, stats_log
+from ep_dispatcher.integrations.megatron.dispatcher.capacity import Overflow
+from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
 
 HEAD_ROOM = 1.1  # the new factor in terms of the one that was needed. Routing that drifts would soon need more
 COUNTER = "ep_dispatcher/skipped_steps"
@@ -49,7 +51,7 @@ _LOGS = (
 
 def skipped_steps() -> int:
     """Return how many optimizer steps this job has skipped because too many rows arrived."""
-    return capacity.job.num_skipped
+    return capacity.job().num_skipped
 
 
 # ---- around a schedule ----------------------------------------------------------------------------------------------
@@ -58,13 +60,15 @@ def skipped_steps() -> int:
 def watch(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a schedule, which runs a step's forward and backward passes. Replays of CUDA graphs are checked after it."""
 
+    @functools.wraps(old)
     def run(*args, **kwargs):
-        job = capacity.job
+        job = capacity.job()
         if job.found is not None or graphs.stream_is_captured():  # a wrapper around this one does it
             return old(*args, **kwargs)
         trains = not kwargs.get("forward_only", False)
-        if trains and job.is_skipped:  # the step before
+        if trains and (job.is_skipped or not job.optimizers):  # the step before
             job.pending, job.is_skipped = None, False
+            graphs.put_optimizer_graph_back()
         given = kwargs.get("model")
         models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Module)]
         facts = _facts_of(models)
@@ -78,11 +82,20 @@ def watch(old: Callable[..., Any]) -> Callable[..., Any]:
             with job.watch() as found:
                 result = old(*args, **kwargs)
                 # Late errors: on GPUs too many rows are one of them.
-                buffers.check_buffers(graphs.NOTE if graphs.are_used else NOTE)
+                buffers.check_buffers(graphs.NOTE if graphs.are_used() else NOTE)
             _conclude(max(found, default=None), models, facts, trains)
             return result
 
     return run
+
+
+def watch_schedules(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap get_forward_backward_func, which returns the schedule of a job."""
+
+    def get_forward_backward_func(*args, **kwargs):
+        return watch(old(*args, **kwargs))
+
+    return get_forward_backward_func
 
 
 @dataclass
@@ -103,7 +116,7 @@ def _facts_of(models: Sequence[Module]) -> Models | None:
     """
     if not models:
         return None
-    known = capacity.job.models.get(models[0])
+    known = capacity.job().models.get(models[0])
     if known is None:
         modules = [module for model in models for module in model.modules()]
         dispatchers = [vars(module).get("token_dispatcher") for module in modules]
@@ -113,7 +126,7 @@ def _facts_of(models: Sequence[Module]) -> Models | None:
         parts, is_own, *sizes = largest_in_job(math.ceil(factor * _PARTS), own, *stats_log.sizes_of(ours))
         routers = [one for one in modules if isinstance(one, Router) or hasattr(one, "expert_bias")]
         scaled = any(map(_is_scaled_with_delay, modules))
-        known = capacity.job.models[models[0]] = Models(
+        known = capacity.job().models[models[0]] = Models(
             parts / _PARTS, not is_own, routers, scaled, stats_log.Sizes(*sizes)
         )
     return known
@@ -126,7 +139,7 @@ def _is_scaled_with_delay(module: Module) -> bool:
 
 def _begin(models: Sequence[Module], facts: Models) -> None:
     """Prepare for a schedule that trains: there may be several before an optimizer step."""
-    job = capacity.job
+    job = capacity.job()
     graphs.capture_again()  # those that were discarded when the capacity grew
     if job.optimizers:
         job.kept = job.kept or Kept()
@@ -135,7 +148,7 @@ def _begin(models: Sequence[Module], facts: Models) -> None:
 
 def _conclude(own: Overflow | None, models: Sequence[Module], facts: Models, trains: bool) -> None:
     """Let the next optimizer step be skipped, if any rank had too many rows. Collective."""
-    job = capacity.job
+    job = capacity.job()
     worst, last_was_skipped, has_optimizer = _agree(own)
     if worst is None:
         return
@@ -165,6 +178,7 @@ def _conclude(own: Overflow | None, models: Sequence[Module], facts: Models, tra
     job.pending = error("an optimizer that is not Megatron's would use the gradients of this step")
     job.grown = larger_factor(worst, room, last_was_skipped)
     graphs.discard(models)
+    graphs.set_optimizer_graph_aside()
     scaled = " Amax histories of FP8 have seen this step." if facts.keeps_amaxes else ""
     say(
         "ep_dispatcher: the optimizer step of this iteration is skipped on all ranks, and its losses are not valid, "
@@ -193,7 +207,7 @@ def _agree(own: Overflow | None) -> tuple[Overflow | None, bool, bool]:
     details = [0, 0, 0]
     if own is not None and needed == most_needed:
         details = [own.rows, own.layer, own.most]
-    job = capacity.job
+    job = capacity.job()
     rows, layer, most, was_skipped, has_optimizer = largest_in_job(
         *details, job.last_was_skipped, len(job.optimizers) > 0
     )
@@ -204,38 +218,45 @@ def _agree(own: Overflow | None) -> tuple[Overflow | None, bool, bool]:
 
 
 def note_optimizer(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap MegatronOptimizer.__init__."""
+    """Wrap MegatronOptimizer.__init__.
+
+    Each step of Megatron's optimizers first calls ``prepare_grads``, of all that are chained. If one of these returns
+    True, gradients are not finite, and the step ends with (False, None, None). So it says the same of a step that is
+    to be skipped, and looks at no gradients: the loss scale does not change.
+    """
 
     def init(self, *args, **kwargs):
         old(self, *args, **kwargs)
-        capacity.job.optimizers.add(self)
+        capacity.job().optimizers.add(self)
+        noted = weakref.ref(self)
+
+        def prepare_grads() -> bool:
+            one: Any = noted()
+            return _skip_if_pending() or type(one).prepare_grads(one)
+
+        self.prepare_grads = prepare_grads
 
     return init
 
 
-def skip(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step of Megatron's optimizers, which may call each other.
+def _skip_if_pending() -> bool:
+    """Return whether the optimizer step under way is skipped. If so, put back what the iteration has changed.
 
     A job may have several optimizers. All of them skip until the next schedule begins.
     """
-
-    def step(*args, **kwargs):
-        job = capacity.job
-        kept, job.kept = job.kept, None
-        job.is_skipped = job.last_was_skipped = job.pending is not None
-        if not job.is_skipped:
-            return old(*args, **kwargs)
-        if kept is not None:
-            kept.put_back()
-        return False, None, None
-
-    return step
+    job = capacity.job()
+    kept, job.kept = job.kept, None
+    job.is_skipped = job.last_was_skipped = job.pending is not None
+    if job.is_skipped and kept is not None:
+        kept.put_back()
+    return job.is_skipped
 
 
 def refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if an optimizer would use gradients of a step that is to be skipped: a hook of all PyTorch's optimizers."""
-    if capacity.job.pending is not None:
-        raise again(capacity.job.pending)
+    pending = capacity.job().pending
+    if pending is not None:
+        raise again(pending)
 
 
 # ---- what a step changes before its optimizer ------------------------------------------------------------------------

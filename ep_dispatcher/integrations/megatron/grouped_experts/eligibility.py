@@ -1,30 +1,28 @@
-"""Says which layers of experts can run in grouped GEMMs, and which can overlap with communication.
-
-``ours`` says how this integration runs a layer: ``Experts`` in experts.py.
-"""
+"""Says which layers of experts can run in grouped GEMMs, and which can overlap with communication."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.nn.functional as F
+from megatron.core import activations, distributed, tensor_parallel
+from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import experts as megatrons
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-from ep_dispatcher.integrations.megatron import float8, graphs, limits, registration
-from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+from ep_dispatcher.integrations.megatron.dispatcher import graphs, limits, registration
+from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
+from ep_dispatcher.integrations.megatron.grouped_experts import float8
+from ep_dispatcher.integrations.megatron.grouped_experts.changes import GLOBAL_HOOKS, hooks_by_name
+from ep_dispatcher.integrations.megatron.grouped_experts.layer import LayerExperts
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.matrices import LINE_BYTES
-
-if TYPE_CHECKING:
-    from ep_dispatcher.integrations.megatron.experts import Experts
 
 # Fields of TransformerConfig with the values that they must have. Not every version has all of them.
 PLAIN_SETTINGS = {
@@ -41,66 +39,43 @@ PLAIN_SETTINGS = {
     "cpu_offloading": False,
 }
 DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # with others the host would wait for the counts
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-GLOBAL_HOOKS = tuple(
-    getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
-)
-_hooks_of = itemgetter(*HOOKS)
+# Megatron's activation functions, and what runs in their place.
+_QUICK_GELU = Activation("silu", alpha=1.702)
+ACTIVATIONS: Mapping[Callable[..., Any], Activation] = {
+    F.silu: SWIGLU,
+    F.gelu: Activation("gelu"),
+    activations.fast_gelu: Activation("gelu_tanh"),
+    activations.quick_gelu: _QUICK_GELU,
+    fused_bias_geglu.quick_gelu: _QUICK_GELU,
+    activations.squared_relu: Activation("squared_relu"),
+}
 
 
-@functools.cache
+class _Plain:
+    """The exact classes that grouped GEMMs can replace, with their forwards as register() finds them."""
+
+    def __init__(self) -> None:
+        found = [MLP, tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear]
+        try:
+            from megatron.core.extensions import transformer_engine as te
+        except ImportError:
+            te = None
+        names = [f"TE{side}Parallel{kind}Linear" for side in ("Column", "Row") for kind in ("", "Grouped")]
+        found += [getattr(te, name, None) for name in names]
+        classes: list[Any] = [kind for kind in found if isinstance(kind, type)]  # without the engine some are stand-ins
+        self.forwards: dict[type, Callable[..., Any]] = {kind: kind.forward for kind in classes}
+
+
 def plain_forwards() -> dict[type, Callable[..., Any]]:
-    """Return the exact classes that grouped GEMMs can replace, with their forwards as register() finds them."""
-    from megatron.core import tensor_parallel
-    from megatron.core.transformer.mlp import MLP
-
-    found = [MLP, tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear]
-    try:
-        from megatron.core.extensions import transformer_engine as te
-    except ImportError:
-        te = None
-    names = [f"TE{side}Parallel{kind}Linear" for side in ("Column", "Row") for kind in ("", "Grouped")]
-    found += [getattr(te, name, None) for name in names]
-    classes: list[Any] = [kind for kind in found if isinstance(kind, type)]  # without the engine some are stand-ins
-    return {kind: kind.forward for kind in classes}
-
-
-def state(modules: Iterable[Module]) -> list[Any]:
-    """Return what may change after a decision about these modules, as objects to compare by identity.
-
-    Modules, their classes and forwards, hooks and parameters. Every forward pass of a layer asks, so it is fast. Hooks
-    are there by their numbers, which PyTorch uses once: a hook itself may keep a whole model alive.
-    """
-    found: list[Any] = []
-    for hooks in GLOBAL_HOOKS:
-        if hooks:
-            found += hooks
-    for module in modules:
-        own, kind = module.__dict__, type(module)
-        get = own.get
-        found += (kind, kind.forward, "forward" in own, get("activation_func"), get("te_quant_params") is None)
-        found += own["_parameters"].values()
-        found += own["_modules"].values()
-        hooks_of_module = _hooks_of(own)
-        if any(hooks_of_module):
-            for name, hooks in zip(HOOKS, hooks_of_module):
-                found += (name, *hooks)
-    return found
+    """Return the exact classes that grouped GEMMs can replace, with their forwards as they were at the first call."""
+    return registration.part(_Plain).forwards
 
 
 def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
     """Return the linear layers with w1, those with w2, and all that grouped GEMMs leave uncalled; none if unknown."""
-    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
-
-    if type(experts) is TEGroupedMLP:
+    if type(experts) is megatrons.TEGroupedMLP:
         owners = [experts]
-    elif type(experts) is SequentialMLP:
+    elif type(experts) is megatrons.SequentialMLP:
         owners = list(experts.local_experts)
     else:
         return [], [], []
@@ -110,7 +85,7 @@ def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module
     return fc1, fc2, [owner for owner in owners if owner is not experts] + fc1 + fc2
 
 
-def why_not(ours: Experts) -> str | None:
+def why_not(ours: LayerExperts) -> str | None:
     """Say why these experts cannot run in grouped GEMMs. None: they can."""
     kind = type(ours.module)
     if not ours.fc1:
@@ -118,11 +93,11 @@ def why_not(ours: Experts) -> str | None:
     return _foreign_forward(ours) or _why_not_settings(ours.config, kind.__name__) or _why_not_modules(ours)
 
 
-def _foreign_forward(ours: Experts) -> str | None:
-    return None if ours.takes_deferred() else f"the forward of {type(ours.module).__name__} is not ep_dispatcher's"
+def _foreign_forward(ours: LayerExperts) -> str | None:
+    return None if ours.has_our_forward() else f"the forward of {type(ours.module).__name__} is not ep_dispatcher's"
 
 
-def why_no_deferred(ours: Experts) -> str | None:
+def why_no_deferred(ours: LayerExperts) -> str | None:
     """Say why these experts cannot get tokens in place of rows. None: they can, however they run them."""
     return _foreign_forward(ours) or _why_not_hooks(ours.module)
 
@@ -133,45 +108,26 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ in known else kind.__name__
 
 
-@functools.cache
-def _functions() -> dict[Callable[..., Any], Activation]:
-    """Return Megatron's activation functions, and what runs in their place."""
-    from megatron.core import activations
-    from megatron.core.fusions import fused_bias_geglu
-
-    quick_gelu = Activation("silu", alpha=1.702)
-    return {
-        F.silu: SWIGLU,
-        F.gelu: Activation("gelu"),
-        activations.fast_gelu: Activation("gelu_tanh"),
-        activations.quick_gelu: quick_gelu,
-        fused_bias_geglu.quick_gelu: quick_gelu,
-        activations.squared_relu: Activation("squared_relu"),
-    }
-
-
 def activation_of(config: Any) -> Activation:
     """Return the activation of experts with this config, one of those that ``why_not`` allows."""
-    found = _functions()[config.activation_func]
+    found = ACTIVATIONS[config.activation_func]
     if not config.gated_linear_unit:
         return found._replace(gated=False)
     limit, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
     return found._replace(limit=limit, offset=offset)
 
 
-def _fused_swiglu_clamps() -> bool:
+def _has_clamping_swiglu() -> bool:
     """Return whether Megatron's fused SwiGLU takes activation_func_clamp_value, as in 0.20."""
-    from megatron.core.fusions import fused_bias_swiglu
-
     return "clamp_value" in inspect.signature(fused_bias_swiglu.weighted_bias_swiglu_impl).parameters
 
 
 def _why_not_settings(config, kind: str) -> str | None:
-    if config.activation_func not in _functions():
+    if config.activation_func not in ACTIVATIONS:
         return f"activation_func is {getattr(config.activation_func, '__name__', config.activation_func)}"
     clamps = getattr(config, "activation_func_clamp_value", None) is not None
     swiglu = config.activation_func is F.silu and config.gated_linear_unit
-    if clamps and swiglu and config.bias_activation_fusion and not _fused_swiglu_clamps():
+    if clamps and swiglu and config.bias_activation_fusion and not _has_clamping_swiglu():
         return "this Megatron's fused SwiGLU clamps nothing, and activation_func_clamp_value is set"
     if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
         return f"add_bias_linear with an expert_tensor_parallel_size of {config.expert_tensor_parallel_size}"
@@ -186,15 +142,15 @@ def _why_not_settings(config, kind: str) -> str | None:
     captured = limits.captured_experts(config)
     if captured is not None and not registration.is_ours(config):
         return f"CUDA graphs contain the experts ({captured[0]}), and their rows come by another dispatcher"
-    overlaps_wgrad = limits.overlaps_wgrad(config)
+    overlaps_wgrad = limits.has_overlapped_wgrad(config)
     if kind == "SequentialMLP" and (overlaps_wgrad or getattr(config, "delay_wgrad_compute", False)):
         return f"{limits.OVERLAPS_WGRAD if overlaps_wgrad else 'delay_wgrad_compute'} with SequentialMLP"
-    if overlaps_wgrad and limits.layers_may_be_captured(config):  # the hooks of weights would run in the graph
+    if overlaps_wgrad and limits.can_capture_layers(config):  # the hooks of weights would run in the graph
         return f"{limits.OVERLAPS_WGRAD} with CUDA graphs of layers"
     return None
 
 
-def _why_not_modules(ours: Experts) -> str | None:
+def _why_not_modules(ours: LayerExperts) -> str | None:
     experts = ours.module
     grouped = "linear_fc1" in vars(experts)["_modules"]  # TEGroupedMLP
     num_weights = experts.num_local_experts if grouped else 1
@@ -230,11 +186,11 @@ def _why_not_global_hooks() -> str | None:
 
 def _why_not_hooks(*modules: Module) -> str | None:
     for module in modules:
-        for name, hooks in zip(HOOKS, _hooks_of(vars(module))):
+        for name, hooks in hooks_by_name(module):
             if graphs.is_capturing() and name == "_forward_hooks":
                 continue  # Transformer Engine's own, while it warms up
-            if name == "_forward_pre_hooks":
-                hooks = [hook for hook in hooks.values() if not _brings_weights(hook)]
+            if name == "_forward_pre_hooks" and all(map(_brings_weights, hooks.values())):
+                continue
             if hooks:
                 return f"{type(module).__name__} has hooks ({name.strip('_')})"
     return None
@@ -245,25 +201,24 @@ def _brings_weights(hook: Any) -> bool:
 
     It waits for the module's weights, and reads nothing that the module is given.
     """
-    from megatron.core.distributed import DistributedDataParallel
+    make = distributed.DistributedDataParallel._make_forward_pre_hook
+    return getattr(hook, "__code__", None) in make.__code__.co_consts
 
-    return getattr(hook, "__code__", None) in DistributedDataParallel._make_forward_pre_hook.__code__.co_consts
 
-
-def _why_not_weights(ours: Experts) -> str | None:
+def _why_not_weights(ours: LayerExperts) -> str | None:
     parameters = ours.parameters()
     tensors, w1, w2 = parameters.flat(), parameters.w1, parameters.w2
     dtype, device = w1[0].dtype, w1[0].device
-    if ours.float8:
+    if ours.is_float8:
         why_not = float8.why_not(ours.config, [*w1, *w2])
         if why_not is not None:
             return why_not
         if float8.is_quantised(w1[0]):
-            if limits.experts_may_be_captured(ours.config) and not float8.updates_transposed_copies():
+            if limits.can_capture_experts(ours.config) and not float8.has_lasting_transposed_copies():
                 return "CUDA graphs may contain its quantised weights, whose copies this Transformer Engine throws away"
     for weight in tensors:
         is_plain = type(weight) is Parameter and type(weight.data) is Tensor
-        if not is_plain and not (ours.float8 and float8.is_quantised(weight)):
+        if not is_plain and not (ours.is_float8 and float8.is_quantised(weight)):
             return f"its weights are {type(weight).__name__} of {type(weight.data).__name__}"
         if hasattr(weight, "__fsdp_param__"):
             return "Megatron's FSDP holds its weights"
@@ -283,7 +238,7 @@ def _why_not_weights(ours: Experts) -> str | None:
     return None
 
 
-def why_no_overlap(ours: Experts) -> str | None:
+def why_no_overlap(ours: LayerExperts) -> str | None:
     """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, with any buffer."""
     if ours.why_not is not None:
         return "its experts run Megatron's way"
@@ -294,13 +249,13 @@ def why_no_overlap(ours: Experts) -> str | None:
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
-    if dispatcher.expert_alignment > 1 and not ours.float8:
+    if dispatcher.expert_alignment > 1 and not ours.is_float8:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
     return why_no_deferred(ours)  # hooks would get other rows
 
 
-def takes_quantised(ours: Experts) -> bool:
+def can_take_quantised(ours: LayerExperts) -> bool:
     """Return whether these experts can get rows that have arrived quantised, past their hooks."""
-    if ours.why_not is not None or not ours.float8 or getattr(ours.config, "moe_apply_probs_on_input", False):
+    if ours.why_not is not None or not ours.is_float8 or getattr(ours.config, "moe_apply_probs_on_input", False):
         return False
     return why_no_deferred(ours) is None

@@ -14,15 +14,15 @@ multiprocessor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ep_dispatcher.integrations.agree import say
-from ep_dispatcher.integrations.megatron import arguments, buffers
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, buffers, registration
 
 TE_VARIABLE = "NVTE_EXT_MARGIN_SM"
 
@@ -41,9 +41,19 @@ def set_pytorch(num_sms: int | None) -> None:
     torch._C._set_sm_carveout_experimental(num_sms)
 
 
-@functools.cache
+@dataclass
+class Margins:
+    """The margins of this process."""
+
+    free: tuple[Callable[[int | None], None], ...] | None = None  # what sets them; None: it is not decided
+    are_set: bool = False
+
+
 def _free_margins() -> tuple[Callable[[int | None], None], ...]:
     """Return what sets the margins that the user has not set. The first use decides, and prints a line."""
+    margins = registration.part(Margins)
+    if margins.free is not None:
+        return margins.free
     made = {}
     if TE_VARIABLE not in os.environ:
         made[f"Transformer Engine ({TE_VARIABLE})"] = set_transformer_engine
@@ -52,28 +62,26 @@ def _free_margins() -> tuple[Callable[[int | None], None], ...]:
     where = " and ".join(made) or "none, where the user has set their margins"
     sms = buffers.most_sms()
     say(f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {sms} multiprocessors. Libraries: {where}")
-    return tuple(made.values())
-
-
-_is_set = False
+    margins.free = tuple(made.values())
+    return margins.free
 
 
 @contextlib.contextmanager
 def margin(config: Any) -> Iterator[None]:
     """Let GEMMs that are launched inside leave multiprocessors to communication, if the config asks for it."""
-    global _is_set
-    num_sms = buffers.most_sms() if arguments.given(config, "gemm_sm_margin") and not _is_set else 0
+    margins = registration.part(Margins)
+    num_sms = buffers.most_sms() if arguments.given(config, "gemm_sm_margin") and not margins.are_set else 0
     if num_sms == 0:
         yield
         return
     made = _free_margins()
-    _is_set = True
+    margins.are_set = True
     try:
         for set_margin in made:
             set_margin(num_sms)
         yield
     finally:
-        _is_set = False
+        margins.are_set = False
         for set_margin in made:
             set_margin(None)
 

@@ -65,7 +65,7 @@ def _has_kernels(routing_map: Tensor) -> bool:
     return routing_map.is_cuda and _compiled is not None and routing_map.get_device() == torch.cuda.current_device()
 
 
-def host_looks(routing_map: Tensor) -> bool:
+def can_host_look(routing_map: Tensor) -> bool:
     """Return whether the host can read the routing map without waiting for a device."""
     return not routing_map.is_cuda
 
@@ -90,7 +90,7 @@ def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple
     ones, idx = routing_map.view(torch.uint8).topk(most, dim=1)  # a token's experts, then others
     ones = ones.view(torch.bool)
     idx, chosen, is_overfull = idx[:, :topk], ones[:, :topk], ones[:, topk:]
-    looks = host_looks(routing_map)
+    looks = can_host_look(routing_map)
     if looks and is_overfull.any():
         checks.fail("routing_map", f"a token with {int(routing_map.sum(1).max())} experts", f"--moe-router-topk {topk}")
     weights = probs.gather(1, idx).float()  # the engine reads none beside -1, and gives it the gradient 0

@@ -1,14 +1,22 @@
-"""What register() has done. Every other module here may read it, so it imports none of them."""
+"""What register() has done, and the one place for what the integration keeps in a process.
+
+Every other module here may read it, so it imports none of them. Objects of other modules are its ``parts``, found by
+their classes:
+
+    registration.part(Buffers)     the buffers of this process
+"""
 
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ep_dispatcher.integrations.agree import say
 
 NAME = "ep_dispatcher"
+Part = TypeVar("Part")
 
 
 @dataclass
@@ -21,6 +29,7 @@ class Registration:
     why_no_grouped: str = ""  # why no experts can run in grouped GEMMs with this Megatron
     expects_use: bool = False  # the launcher was given, so a layer with another dispatcher is a surprise
     parsed: Any = None  # what a parser has read after it; Megatron may still change it
+    undo: ExitStack = field(default_factory=ExitStack, repr=False)  # puts back what was replaced
 
     def __str__(self) -> str:
         settings = f" Settings: {self.settings}." if self.settings else ""
@@ -32,17 +41,42 @@ class UnknownMegatronError(RuntimeError):
     """This Megatron is not laid out as register() needs it; nothing was replaced."""
 
 
-_active: Registration | None = None
+@dataclass
+class _Process:
+    """What there is once in a process: the registration, if there is one, and parts that outlive it.
+
+    Layers that were built keep their dispatcher after unregister(), and the buffers live on. So the parts stay.
+    """
+
+    registration: Registration | None = None
+    parts: dict[type, Any] = field(default_factory=dict)
+
+
+# The only object that the integration keeps at the level of a module. Megatron calls the functions that register() puts
+# into it with arguments of its own, and makes dispatchers from a configuration: nothing of ours could come that way.
+_process = _Process()
 
 
 def active() -> Registration | None:
     """Return what register() did, or None before it and after unregister()."""
-    return _active
+    return _process.registration
 
 
 def set_active(registration: Registration | None) -> None:
-    global _active
-    _active = registration
+    _process.registration = registration
+
+
+def part(kind: type[Part]) -> Part:
+    """Return the object of this class that the process has. The first use makes it."""
+    found = _process.parts.get(kind)
+    if found is None:
+        found = _process.parts[kind] = kind()
+    return found
+
+
+def forget(kind: type) -> None:
+    """Drop the object of this class. The next use makes another."""
+    _process.parts.pop(kind, None)
 
 
 def cannot_import(error: ImportError) -> str:
@@ -59,6 +93,7 @@ def cannot_import(error: ImportError) -> str:
 
 
 def is_ours(config) -> bool:
+    """Return whether this TransformerConfig chooses ep_dispatcher."""
     return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
 
 
@@ -67,9 +102,10 @@ def note_other_dispatcher(config) -> None:
 
     Flags cannot tell: a script may choose the dispatcher in its code, with or against them.
     """
-    if _active is None or not _active.expects_use:
+    registered = active()
+    if registered is None or not registered.expects_use:
         return
-    _active.expects_use = False
+    registered.expects_use = False
     given = config.moe_token_dispatcher_type
     if given == "flex":
         given += f" with {config.moe_flex_dispatcher_backend}"

@@ -1,6 +1,6 @@
 """The rank capacity of a job, and what a rank knows of steps that need more rows than it has room for.
 
-    with capacity.job.watch() as found:   # the schedule of a step; skipped_step.py runs it
+    with capacity.job().watch() as found:   # the schedule of a step; skipped_step.py runs it
         ...                               # a dispatch with too many rows gives zeros on all ranks, and is noted
 
 Outside of a schedule too many rows are an error. The capacity is one factor for all layers: layers that need more than
@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ep_dispatcher.errors import TooFewRowsError
+from ep_dispatcher.integrations.megatron.dispatcher import registration
 
 
 @dataclass(frozen=True, order=True)
@@ -54,13 +55,15 @@ class Job:
             self.found = None
 
 
-job = Job()
+def job() -> Job:
+    return registration.part(Job)
 
 
 def note(error: ValueError, num_choices: int, num_ranks: int) -> bool:
     """Return whether this error was noted, because a schedule is under way. Else it has to be raised."""
-    if job.found is None or not isinstance(error, TooFewRowsError):
+    found = job().found
+    if found is None or not isinstance(error, TooFewRowsError):
         return False
     factor = min(error.needed_rows / num_choices, num_ranks)
-    job.found.append(Overflow(factor, error.needed_rows, error.label, num_ranks))
+    found.append(Overflow(factor, error.needed_rows, error.label, num_ranks))
     return True

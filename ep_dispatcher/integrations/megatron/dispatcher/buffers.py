@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.integrations.agree import all_reduce, say_in_use
 from ep_dispatcher.integrations.job_stats import JobSums
-from ep_dispatcher.integrations.megatron import arguments, capacity, limits, registration, routing
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, capacity, limits, registration, routing
 from ep_dispatcher.memory import MAX_TOKENS, bytes_of, default_sms
 from ep_dispatcher.topology import registered_group
 from ep_dispatcher.wording import Wording
@@ -57,13 +58,21 @@ class MegatronBuffer(ep.Buffer):
         return self.config.max_tokens_per_rank * self.config.num_topk
 
 
-# The last of a list is in use. Older ones stay, although the graphs of backwards in flight keep theirs: replays of CUDA
-# graphs write to their memory, what torch.compile has compiled names them, and check_buffers raises what their last
-# operations have found late. All old ones together take at most as much memory as the last one.
-_made: dict[tuple, list[MegatronBuffer]] = {}
-sums = JobSums()  # of what they count, if it is to be logged
+@dataclass
+class Buffers:
+    """The buffers of this process, by group and kind of rows.
+
+    The last of a list is in use. Older ones stay, although the graphs of backwards in flight keep theirs: replays of
+    CUDA graphs write to their memory, what torch.compile has compiled names them, and check_buffers raises what their
+    last operations have found late. All old ones together take at most as much memory as the last one.
+    """
+
+    made: dict[tuple, list[MegatronBuffer]] = field(default_factory=dict)
+    sums: JobSums = field(default_factory=JobSums)  # of what they count, if it is to be logged
+    has_warned: bool = False  # of a size that nobody gave
+
+
 _SIZE = arguments.flag("max_tokens_per_rank")
-_has_warned = False
 
 
 def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> MegatronBuffer:
@@ -80,14 +89,15 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
     key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
-    made, given = _made.get(key), arguments.max_tokens_per_rank(config)
+    buffers = registration.part(Buffers)
+    made, given = buffers.made.get(key), arguments.max_tokens_per_rank(config)
     if made and given is not None and num_tokens <= given == made[-1].config.max_tokens_per_rank:
         return made[-1]  # the usual case, with few checks
     if made is None:
         living = dist.distributed_c10d._world.pg_map
-        for old in [old for old in _made if old[0] not in living]:  # a layer that still uses a buffer keeps it alive
-            del _made[old]
-        made = _made[key] = []
+        for old in [old for old in buffers.made if old[0] not in living]:  # a layer that uses a buffer keeps it alive
+            del buffers.made[old]
+        made = buffers.made[key] = []
     max_tokens = _tokens_to_hold(made, group, config, num_tokens, given, note)
     if not made or max_tokens > made[-1].config.max_tokens_per_rank:
         try:
@@ -110,7 +120,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             buffer.wording.limit = choices, num_ranks
         buffer.overlook(functools.partial(capacity.note, num_choices=choices, num_ranks=num_ranks))
         if arguments.given(config, "stats_interval"):
-            sums.start(buffer)
+            buffers.sums.start(buffer)
         made.append(buffer)
         _say_in_use(buffer)
     return made[-1]
@@ -120,8 +130,7 @@ def _tokens_to_hold(
     made: list[MegatronBuffer], group: ProcessGroup, config, num_tokens: int, given: int | None, note: str
 ) -> int:
     """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
-    global _has_warned
-    held = made[-1].config.max_tokens_per_rank if made else 0
+    held, buffers = made[-1].config.max_tokens_per_rank if made else 0, registration.part(Buffers)
     most = num_tokens
     if not made:
         most = _agree_on_first(group, num_tokens, given, note)
@@ -132,8 +141,8 @@ def _tokens_to_hold(
     if not made:
         by_arguments = _tokens_by_arguments()
         most = max(most, 1 if by_arguments is None else by_arguments)
-        if by_arguments is None and group.rank() == 0 and not (config.variable_seq_lengths or _has_warned):
-            _has_warned = True
+        if by_arguments is None and group.rank() == 0 and not (config.variable_seq_lengths or buffers.has_warned):
+            buffers.has_warned = True
             logger.warning(
                 "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no "
                 "size was given. A rank that alone brings more later is an error. Give %s, or use variable_seq_lengths "
@@ -176,14 +185,14 @@ def destroy_buffers() -> None:
     with ExitStack() as stack:
         for buffer in all_buffers():
             stack.callback(buffer.destroy)
-        _made.clear()
+        registration.part(Buffers).made.clear()
 
 
 atexit.register(destroy_buffers)
 
 
 def all_buffers() -> list[MegatronBuffer]:
-    return [buffer for made in _made.values() for buffer in made]
+    return [buffer for made in registration.part(Buffers).made.values() for buffer in made]
 
 
 def _say_in_use(buffer: MegatronBuffer) -> None:

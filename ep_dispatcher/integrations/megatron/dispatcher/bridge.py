@@ -18,7 +18,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ep_dispatcher.integrations.megatron import registration
+from ep_dispatcher.integrations.megatron.dispatcher import registration
+from ep_dispatcher.integrations.megatron.dispatcher.patches import exchange
 
 MODULE = "megatron.bridge.training.flex_dispatcher_backend"
 APPLY, VALIDATE = "apply_flex_dispatcher_backend", "validate_flex_dispatcher_backend"
@@ -67,19 +68,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             old = getattr(module, name, None)
             if old is not None:  # a recipe that wants a missing one ends with an error of Python
                 self._replaced.append((name, old, wrap(old)))
-                _exchange(*self._replaced[-1])
+                exchange(*self._replaced[-1])  # in recipes too
 
     def undo(self) -> None:
         sys.meta_path.remove(self)
         for name, old, new in self._replaced:
-            _exchange(name, new, old)
-
-
-def _exchange(name: str, old: Any, new: Any) -> None:
-    """Replace a function in its module, and in all that have imported it by name, as recipes do."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
+            exchange(name, new, old)
 
 
 def _applying_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +126,7 @@ def refuse_ignored_choice(config: Any) -> None:
         return
     if config.num_moe_experts and not registration.is_ours(config):
         raise ValueError(
-            f"--moe_flex_dispatcher_backend: given {asked}, but this script of Megatron-Bridge ignores it and leaves "
+            f"--moe_flex_dispatcher_backend is {asked}, but this script of Megatron-Bridge ignores it and leaves "
             f'the model with "{config.moe_token_dispatcher_type}". Add model.moe_token_dispatcher_type=flex '
             f"model.moe_flex_dispatcher_backend={asked} to its overrides"
         )

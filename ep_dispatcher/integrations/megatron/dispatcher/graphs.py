@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,18 +24,31 @@ from megatron.core.transformer import cuda_graphs
 
 from ep_dispatcher import te_version
 from ep_dispatcher.integrations.agree import say
-from ep_dispatcher.integrations.megatron import buffers, limits
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, limits, registration
 
 NOTE = "a step with CUDA graphs"
-are_used = False  # whether graphs may contain the experts of some layer
-_helpers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Megatron, which have made graphs of Transformer Engine
-_discarded: list[Any] = []  # those of them whose graphs were discarded
+NO_WARM_UP = -(10**9)  # a number of an iteration that is not the last warm-up, where Megatron would capture
+
+
+@dataclass
+class Graphs:
+    """What is known of the CUDA graphs of this process."""
+
+    are_used: bool = False  # whether graphs may contain the experts of some layer
+    helpers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Megatron's, of Transformer Engine's graphs
+    discarded: list[Any] = field(default_factory=list)  # those of them whose graphs were discarded
+    set_aside: dict[str, Any] = field(default_factory=dict)  # of the optimizer's graph; empty: it is not set aside
+    has_said_kept: bool = False  # whether the line of ``keep_gradients`` was printed
+
+
+def are_used() -> bool:
+    """Return whether graphs may contain the experts of some layer."""
+    return registration.part(Graphs).are_used
 
 
 def note_layer(config) -> None:
     """Remember whether graphs may contain this layer's experts: then replays are checked."""
-    global are_used
-    are_used |= limits.experts_may_be_captured(config)
+    registration.part(Graphs).are_used |= limits.can_capture_experts(config)
 
 
 def is_capturing() -> bool:
@@ -59,7 +73,7 @@ def check_replays() -> None:
 
     All ranks of a buffer's group raise. Ranks of other groups do not learn of it: that would take a collective of all.
     """
-    if are_used and not stream_is_captured():
+    if are_used() and not stream_is_captured():
         buffers.check_buffers(NOTE)
 
 
@@ -68,7 +82,7 @@ def note_helper(old: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_cudagraphs(helper):
         result = old(helper)
-        _helpers.add(helper)
+        registration.part(Graphs).helpers.add(helper)
         return result
 
     return create_cudagraphs
@@ -76,7 +90,8 @@ def note_helper(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def discard(models: Iterable[torch.nn.Module]) -> None:
     """Discard all graphs that may contain experts: the number of their rows has changed."""
-    if not are_used:
+    graphs = registration.part(Graphs)
+    if not graphs.are_used:
         return
     whole = full_cuda_graph.FullCudaGraphWrapper
     for stage in whole.cuda_graph:  # captured again after as many warm-ups as before
@@ -87,10 +102,10 @@ def discard(models: Iterable[torch.nn.Module]) -> None:
         cuda_graphs.delete_cuda_graphs()  # forgets no runner that has been captured
         for manager in managers:
             manager.cudagraph_runners.clear()
-    for helper in _helpers:
-        if helper not in _discarded and helper.graphs_created():
+    for helper in graphs.helpers:
+        if helper not in graphs.discarded and helper.graphs_created():
             helper.delete_cuda_graphs()
-            _discarded.append(helper)
+            graphs.discarded.append(helper)
 
 
 def capture_again() -> None:
@@ -98,8 +113,9 @@ def capture_again() -> None:
 
     As Megatron's training loop does it: without the hooks that gather parameters, which the graphs must not contain.
     """
-    while _discarded:
-        helper = _discarded.pop()
+    discarded = registration.part(Graphs).discarded
+    while discarded:
+        helper = discarded.pop()
         if "_capture_finished" in vars(helper):  # newer versions refuse a second capture
             vars(helper)["_capture_finished"] = False
         hooked = [model for model in helper.model if getattr(model, "remove_forward_pre_hook_handles", None)]
@@ -110,6 +126,28 @@ def capture_again() -> None:
             model.enable_forward_pre_hook()
         if hooked:
             helper.cuda_graph_set_manual_hooks()
+
+
+def set_optimizer_graph_aside() -> None:
+    """Let Megatron call the optimizer's step that comes next, which skips, in the place of a replay. 0.17 and newer."""
+    wrapper, aside = _optimizer_wrapper(), registration.part(Graphs).set_aside
+    if wrapper is None or aside:
+        return
+    aside |= {name: getattr(wrapper, name) for name in ("cuda_graph", "result", "curr_iteration")}
+    wrapper.cuda_graph, wrapper.curr_iteration = None, NO_WARM_UP
+
+
+def put_optimizer_graph_back() -> None:
+    """Undo ``set_optimizer_graph_aside``."""
+    wrapper, aside = _optimizer_wrapper(), registration.part(Graphs).set_aside
+    for name, value in aside.items():
+        setattr(wrapper, name, value)
+    aside.clear()
+
+
+def _optimizer_wrapper() -> Any:
+    """Return Megatron's OptimizerCudaGraphWrapper, whose class has the one graph; None if it is not in use."""
+    return getattr(sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph"), "OptimizerCudaGraphWrapper", None)
 
 
 def keep_gradients(config) -> None:
@@ -132,11 +170,10 @@ def keep_gradients(config) -> None:
     ):
         return
     config.disable_parameter_transpose_cache = True
-    _say_kept()
-
-
-@functools.cache  # once
-def _say_kept() -> None:
+    graphs = registration.part(Graphs)
+    if graphs.has_said_kept:
+        return
+    graphs.has_said_kept = True
     say(
         "ep_dispatcher has set disable_parameter_transpose_cache in the TransformerConfig, because of Transformer "
         f"Engine {te_version.version()}: {te_version.FAULT}. Version 2.14 does not need it."

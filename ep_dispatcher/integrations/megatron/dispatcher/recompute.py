@@ -27,7 +27,7 @@ class Checkpointed:
             return self._function(*args, **kwargs)
 
 
-def under_way() -> bool:
+def is_under_way() -> bool:
     """Return whether this forward pass is part of a backward pass."""
     return torch._C._current_graph_task_id() != -1
 

@@ -11,8 +11,8 @@ import torch
 
 from ep_dispatcher import checks
 from ep_dispatcher.errors import TooFewRowsError, again
-from ep_dispatcher.integrations.megatron import arguments
-from ep_dispatcher.integrations.megatron.arguments import flag_of
+from ep_dispatcher.integrations.megatron.dispatcher import arguments
+from ep_dispatcher.integrations.megatron.dispatcher.arguments import flag_of
 
 # Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -85,7 +85,7 @@ def captured_experts(config) -> tuple[str, str] | None:
     return next(((flag, name) for name in ("full_iteration", "moe") if name in modules), None)
 
 
-def experts_may_be_captured(config) -> bool:
+def can_capture_experts(config) -> bool:
     """Return whether some kind of layer has its experts in a CUDA graph.
 
     Megatron's own graphs (local) of attn contain a whole TransformerLayer, but nothing of a MoETransformerLayer.
@@ -94,13 +94,13 @@ def experts_may_be_captured(config) -> bool:
     return own_attention or captured_experts(config) is not None
 
 
-def layers_may_be_captured(config) -> bool:
+def can_capture_layers(config) -> bool:
     """Return the same, but False for graphs of a whole iteration, which also have DistributedDataParallel's hooks."""
     captured = captured_experts(config)
-    return experts_may_be_captured(config) and (captured is None or captured[1] != "full_iteration")
+    return can_capture_experts(config) and (captured is None or captured[1] != "full_iteration")
 
 
-def overlaps_wgrad(config) -> bool:
+def has_overlapped_wgrad(config) -> bool:
     """Return whether gradients of experts' weights are computed beside the backward of dispatch, in backward_dw."""
     return getattr(config, OVERLAPS_WGRAD, False)
 

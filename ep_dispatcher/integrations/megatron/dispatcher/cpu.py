@@ -21,7 +21,6 @@ class _Now:
         return self
 
 
-@functools.cache
 def let_megatron_run_on_cpu() -> None:
     """Replace, for good in this process, what Megatron-core takes from CUDA without asking. Not where there is a GPU.
 
@@ -37,7 +36,9 @@ def let_megatron_run_on_cpu() -> None:
     CudaRNGStatesTracker.fork            dropout of attention forks it
     """
     if torch.cuda.is_available():
-        raise RuntimeError("let_megatron_run_on_cpu: given a machine with a GPU, allowed: one without")
+        raise RuntimeError("let_megatron_run_on_cpu() is for machines without a GPU, and this one has a GPU")
+    if getattr(torch.cuda, "Stream", None) is _Now:
+        return  # it was done
     replace = functools.partial(setattr, torch.cuda)  # with other types than torch.cuda has
     replace("current_device", lambda: torch.device("cpu"))
     replace("Stream", _Now)

@@ -9,16 +9,14 @@ of the engine's layers), and used in the step's other passes, as the engine does
 them.
 
 **Rows.** Tokens are quantised before the dispatch. Megatron's steps pass on a tensor without memory, their anchor,
-whose gradient is that of the rows. A ``Quantized`` takes the rows past them, in place of the counts.
+whose gradient is that of the rows. A ``Quantized`` (handover.py) takes the rows past them, in place of the counts.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any, Final
 
@@ -26,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-import ep_dispatcher as ep
 from ep_dispatcher.checks import POWERS_OF_TWO, ROW_GRANULARITY
-from ep_dispatcher.integrations.megatron import graphs
+from ep_dispatcher.integrations.megatron.dispatcher import graphs
 from ep_dispatcher.moe import float8_gemm
 from ep_dispatcher.moe.grouped_mlp import Float8, Parameters
 from ep_dispatcher.moe.matrices import QuantizedMatrices
@@ -85,7 +82,7 @@ def is_quantised(weight: Any) -> bool:
     return type(weight).__name__ == "Float8BlockwiseQTensor"
 
 
-def updates_transposed_copies() -> bool:
+def has_lasting_transposed_copies() -> bool:
     """Return whether an optimizer's step leaves transposed copies of quantised weights where they are, and right.
 
     Older versions throw them away, and a forward pass makes new ones. A replay of a CUDA graph would read the old.
@@ -107,7 +104,6 @@ def is_entered() -> bool:
     return manager is not None and manager.is_fp8_enabled()
 
 
-@functools.cache
 def _manager() -> Any:
     engine = sys.modules.get("transformer_engine.pytorch.fp8")  # Megatron imports it
     return getattr(engine, "FP8GlobalStateManager", None)
@@ -185,16 +181,3 @@ def _viewed(weights: Iterable[Any]) -> QuantizedMatrices:
         return [tensor.view(torch.float8_e4m3fn) for tensor in tensors]
 
     return QuantizedMatrices(entries(rows), list(scales), entries(transposed), list(transposed_scales))
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """Rows that have arrived quantised. The experts get it in place of their counts, beside the anchor of the rows."""
-
-    rows: Tensor  # float8_e4m3fn [num_rows, hidden]
-    scales: Tensor  # float32 [num_rows, ceil(hidden / 128)]
-    counts: Tensor
-
-    def pair(self, anchor: Tensor) -> ep.QuantizedRows:
-        """Return the pair of rows and scales. anchor: what Megatron has made of that of the dispatch, maybe detached"""
-        return ep.QuantizedRows(self.rows, self.scales, anchor)

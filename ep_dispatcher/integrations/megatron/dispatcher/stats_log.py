@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ep_dispatcher.integrations.job_stats import JobStats, JobSums
-from ep_dispatcher.integrations.megatron import arguments, buffers
-from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
-
-_steps = 0  # since the last sum
-_newest: JobStats | None = None
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, registration
+from ep_dispatcher.integrations.megatron.dispatcher.buffers import Buffers, all_buffers
+from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
 
 
 class Sizes(NamedTuple):
@@ -23,12 +22,20 @@ class Sizes(NamedTuple):
     num_experts: int = 0
 
 
+@dataclass
+class Log:
+    """How far the log of this job is."""
+
+    steps: int = 0  # since the last sum
+    newest: JobStats | None = None
+
+
 def job_stats() -> JobStats | None:
     """Return the newest figures of the whole job, with ``--ep-dispatcher-stats-interval``. None before there are any.
 
     Every rank gets them, a step or more after the last of their steps, but not all ranks in the same step.
     """
-    return _newest
+    return registration.part(Log).newest
 
 
 def sizes_of(dispatchers: Sequence[MoEEPTokenDispatcher]) -> Sizes:
@@ -46,15 +53,15 @@ def _sizes(dispatcher: MoEEPTokenDispatcher) -> Sizes:
 
 def forget() -> None:
     """Begin anew: the job's registration has ended."""
-    global _steps, _newest
-    buffers.sums, _steps, _newest = JobSums(), 0, None
+    registration.forget(Log)
+    registration.part(Buffers).sums = JobSums()
 
 
 @contextmanager
 def schedule(trains: bool, sizes: Sizes) -> Iterator[None]:
     """Count a schedule that trains as a step, and leave out the rows of others. Collective every ``interval`` steps."""
     if not trains:
-        with buffers.sums.paused():
+        with registration.part(Buffers).sums.paused():
             yield
         return
     yield
@@ -64,18 +71,18 @@ def schedule(trains: bool, sizes: Sizes) -> Iterator[None]:
 
 def _end_step(sizes: Sizes) -> None:
     """Log what has arrived, and after ``interval`` steps begin the next sum."""
-    global _steps, _newest
-    _steps += 1
-    found = buffers.sums.newest()
+    log, sums = registration.part(Log), registration.part(Buffers).sums
+    log.steps += 1
+    found = sums.newest()
     if found is not None:
-        _newest = found
+        log.newest = found
         write(found.scalars())
-    if _steps >= sizes.interval:
-        buffers.sums.grow(sizes.num_labels, sizes.num_experts)
-        for buffer in buffers.all_buffers():  # those that were there before this was asked for
-            buffers.sums.start(buffer)
-        buffers.sums.begin(_steps)
-        _steps = 0
+    if log.steps >= sizes.interval:
+        sums.grow(sizes.num_labels, sizes.num_experts)
+        for buffer in all_buffers():  # those that were there before this was asked for
+            sums.start(buffer)
+        sums.begin(log.steps)
+        log.steps = 0
 
 
 def write(scalars: Mapping[str, float]) -> None:

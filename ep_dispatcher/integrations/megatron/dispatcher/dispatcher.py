@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -13,14 +13,10 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.buffer import find_buffer
-from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, margins
-from ep_dispatcher.integrations.megatron.deferred import Deferred
-from ep_dispatcher.integrations.megatron.float8 import Quantized
-from ep_dispatcher.integrations.megatron.recompute import under_way
-from ep_dispatcher.integrations.megatron.routing import Routing, columns
-
-if TYPE_CHECKING:
-    from ep_dispatcher.integrations.megatron.experts import Experts
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, buffers, capacity, graphs, limits, margins
+from ep_dispatcher.integrations.megatron.dispatcher.handover import Deferred, GroupedExperts, Quantized
+from ep_dispatcher.integrations.megatron.dispatcher.recompute import is_under_way
+from ep_dispatcher.integrations.megatron.dispatcher.routing import Routing, columns
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):
@@ -34,7 +30,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     Gradients flow only through the arguments of the steps: a schedule may detach any of them and run the backward of a
     step at any time. A plan belongs to one forward pass; its backward finds it in the graph. Experts that overlap with
-    communication run dispatch and combine themselves: deferred.py.
+    communication run dispatch and combine themselves: grouped_experts/deferred.py.
 
     num_local_experts     experts of this rank
     local_expert_indices  their global numbers
@@ -65,7 +61,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         takes_device_counts = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
         self._takes_host_counts = not any(getattr(config, name, False) for name in takes_device_counts)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
-        self.experts: Experts | None = None  # unless they run Megatron's way anyway
+        self.experts: GroupedExperts | None = None  # unless they run Megatron's way anyway
         self._gives_to_grouped = False  # what Experts.is_grouped said of this forward pass
         # Megatron's graphs write the routing of every microbatch to the same memory.
         self._keeps_copies = config.cuda_graph_impl != "none"
@@ -106,7 +102,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         layer = f"layer {self.layer_number}"
         planned = recompute.take(self)
         if planned is None:
-            again = under_way()  # its microbatch is not known
+            again = is_under_way()  # its microbatch is not known
             self.num_forwards += not again
             microbatch = self.num_forwards
             self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
@@ -119,15 +115,15 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 planned.where,
             )
             self._where = f"{layer}, microbatch {microbatch}"
-        waited = self._shared_experts_wait()
+        waited = self._let_shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
-        communicates, quantize = False, None
+        is_deferred, quantize = False, None
         if self.experts is not None:
             self._gives_to_grouped = self.experts.is_grouped()
-            communicates, quantize = self.experts.communicate(self.buffer), self.experts.quantisation()
+            is_deferred, quantize = self.experts.can_take_deferred(self.buffer), self.experts.quantisation()
         handles = []
-        if planned is not None and len(planned.handles) == 1 + communicates:
+        if planned is not None and len(planned.handles) == 1 + is_deferred:
             handles = planned.handles
             for tensor in (planned.topk_idx, *(handle.plan for handle in handles)):
                 _used_here(tensor)
@@ -136,7 +132,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         alignment = self.expert_alignment if quantize is None else 1  # experts in grouped GEMMs need none
         keep = partial(self._keep, microbatch)
         dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handles, keep, quantize)
-        if communicates:
+        if is_deferred:
             self.handle, self.rows_per_expert, self.deferred = None, None, dispatch
             rows, row_probs, arriving = hidden_states, probs, None
         else:
@@ -158,7 +154,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
         given = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped and limit is None else None
-        factor = max(given or 0.0, capacity.job.grown)
+        factor = max(given or 0.0, capacity.job().grown)
         if factor and (given, limit) != (None, None):
             most, ranks = self.buffer.config.max_tokens_per_rank, self.tp_ep_group.size()
             choices, num_experts = self.topk_idx.shape[1], self.num_local_experts
@@ -201,7 +197,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             for tensor in pair:
                 _used_here(tensor)
             quantised = Quantized(pair[0].detach(), pair[1], tokens_per_expert)
-            if self._gives_to_grouped and self.experts is not None and self.experts.takes_quantised:
+            if self._gives_to_grouped and self.experts is not None and self.experts.can_take_quantised:
                 _used_here(tokens_per_expert)
                 return hidden_states, quantised, probs
             hidden_states = ep.dequantize(quantised.pair(hidden_states))
@@ -219,7 +215,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Combine rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
-        self._shared_experts_wait()
+        self._let_shared_experts_wait()
         if self.deferred is not None:
             self.deferred, combined = None, hidden_states  # the experts have combined
         else:
@@ -238,7 +234,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             hidden_states = hidden_states + self.shared_experts.get_output()
         return hidden_states.view(self.hidden_shape)
 
-    def _shared_experts_wait(self) -> bool:
+    def _let_shared_experts_wait(self) -> bool:
         """Let overlapped shared experts wait for the current stream before a communication, so that they run beside it.
 
         Return whether they do so here. Before Megatron 0.18 they decide themselves when.

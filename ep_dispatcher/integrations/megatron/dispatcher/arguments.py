@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_dispatcher import checks, envs
-from ep_dispatcher.integrations.megatron import registration
+from ep_dispatcher.integrations.megatron.dispatcher import registration
 
 PREFIX = "ep_dispatcher_"
 BACKEND = ("--moe-flex-dispatcher-backend", "--moe_flex_dispatcher_backend")  # Megatron-Bridge has underscores
