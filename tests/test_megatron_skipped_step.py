@@ -460,7 +460,10 @@ def test_an_optimizer_in_a_cuda_graph_skips_too(rank: int, skipped: int, monkeyp
         for number in range(6):
             of.model.zero_grad_buffer()
             of.skew.share = ALL if number == skipped else 0.0
+            kept = capacity.job().kept
             of.schedule()
+            assert capacity.job().kept is not kept, "what this step may have to put back, not an earlier one"
+            assert capacity.job().last_was_skipped is (number == skipped + 1)
             found.append(step()[0])
         assert found == [number != skipped for number in range(6)]
         assert step.num_captures == 1 and step.replays == 4

@@ -40,6 +40,7 @@ class Job:
     is_skipped: bool = False  # whether an optimizer has done so
     last_was_skipped: bool = False  # whether the optimizer step before the schedule under way was skipped
     num_skipped: int = 0
+    num_optimizer_calls: int = 0  # of graphs.num_optimizer_calls, before the schedule under way
     kept: Any = None  # skipped_step.Kept: what to put back if this step is skipped
     # Facts of a schedule's models (skipped_step.Models), by the first of them.
     models: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)

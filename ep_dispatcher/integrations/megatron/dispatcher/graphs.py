@@ -145,6 +145,11 @@ def put_optimizer_graph_back() -> None:
     aside.clear()
 
 
+def num_optimizer_calls() -> int:
+    """Return how often Megatron has called an optimizer that may be in a graph: a replay calls nothing else of ours."""
+    return getattr(_optimizer_wrapper(), "curr_iteration", 0)
+
+
 def _optimizer_wrapper() -> Any:
     """Return Megatron's OptimizerCudaGraphWrapper, whose class has the one graph; None if it is not in use."""
     return getattr(sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph"), "OptimizerCudaGraphWrapper", None)

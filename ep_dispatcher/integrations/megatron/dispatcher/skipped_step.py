@@ -69,6 +69,9 @@ def watch(old: Callable[..., Any]) -> Callable[..., Any]:
         if trains and (job.is_skipped or not job.optimizers):  # the step before
             job.pending, job.is_skipped = None, False
             graphs.put_optimizer_graph_back()
+        if trains and graphs.num_optimizer_calls() != job.num_optimizer_calls:  # a step was replayed, and not skipped
+            job.num_optimizer_calls = graphs.num_optimizer_calls()
+            job.kept, job.last_was_skipped = None, False
         given = kwargs.get("model")
         models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Module)]
         facts = _facts_of(models)
