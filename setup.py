@@ -71,7 +71,7 @@ def switch(name):
     """The value of a switch of the build: "", "0" or "1"."""
     value = os.environ.get(name, "").strip()
     if value not in ("", "0", "1"):
-        raise SystemExit(f"{name}: given {value!r}, allowed: 0, 1 or unset")
+        raise SystemExit(f"{name} is {value!r}, but has to be 0, 1 or unset")
     return value
 
 
@@ -106,7 +106,9 @@ def architectures(nvcc):
     given = os.environ.get("EP_DISPATCHER_CUDA_ARCHS", "").replace(".", "").strip()
     if given:
         if not re.fullmatch(r"\d+[af]?(;\d+[af]?)*", given):
-            raise SystemExit(f"EP_DISPATCHER_CUDA_ARCHS: given {given!r}, allowed: compute capabilities such as 90;100")
+            raise SystemExit(
+                f"EP_DISPATCHER_CUDA_ARCHS is {given!r}, but has to be compute capabilities such as 90;100"
+            )
         return given.split(";")
     wanted = ARCHITECTURES
     if "bdist_wheel" not in sys.argv:

@@ -89,7 +89,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a JSON file with the times")
     args = parser.parse_args(argv)
     if args.engine == "cuda" and args.ranks > gpus:
-        parser.error(f"--ranks: given {args.ranks} with --engine cuda, allowed: up to the {gpus} GPUs")
+        parser.error(f"--ranks is {args.ranks}, but has to be at most {gpus}, a GPU each, with --engine cuda")
     return args
 
 

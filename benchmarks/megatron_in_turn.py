@@ -64,7 +64,7 @@ class Job:
             launcher, words = " ".join(words[1:2]), words[2:]
         if not colon or not re.fullmatch(r"[\w.-]+", name) or (named and not launcher):
             allowed = "'NAME: [VARIABLE=VALUE ...] [-m MODULE] [ARGUMENT ...]'"
-            raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {allowed}")
+            raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {allowed}")
         return cls(name, variables, words, launcher)
 
     def environment(self, *folders: Path) -> dict[str, str]:
@@ -126,10 +126,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, for all jobs")
     args = parser.parse_args(argv)
     if not args.script.is_file():
-        parser.error(f"script: given {str(args.script)!r}, allowed: a file that exists")
+        parser.error(f"script is {str(args.script)!r}, but has to be a file that exists")
     names = [job.name for job in args.job]
     if len(set(names)) < len(names):
-        parser.error(f"--job: given the names {', '.join(names)}, allowed: each name once")
+        parser.error(f"--job has the names {', '.join(names)}, but each may be there once")
     return args
 
 

@@ -86,7 +86,7 @@ def parse_args(argv: list[str]):
     parser.add_argument("arguments", nargs="...", help="of the script, for all jobs")
     args = parser.parse_args(argv)
     if not args.script.is_file():
-        parser.error(f"script: given {str(args.script)!r}, allowed: a file that exists")
+        parser.error(f"script is {str(args.script)!r}, but has to be a file that exists")
     return args
 
 

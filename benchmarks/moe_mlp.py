@@ -94,7 +94,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.ranks_per_node is None:
         args.ranks_per_node = args.ranks
     elif args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
-        parser.error(f"--ranks-per-node: given {args.ranks_per_node}, allowed: a divisor of the {args.ranks} ranks")
+        parser.error(f"--ranks-per-node is {args.ranks_per_node}, but has to be a divisor of the {args.ranks} ranks")
     return args
 
 

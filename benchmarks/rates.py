@@ -23,7 +23,7 @@ RATES = ["10gbit", NO_LIMIT, "20gbit", "5gbit", "1gbit"]
 def rate(text: str) -> str:
     """The type of an argument: "none", or a rate of tc in Gb/s."""
     if text != NO_LIMIT and not re.fullmatch(r"\d+gbit", text):
-        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {NO_LIMIT!r}, or as '10gbit'")
+        raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {NO_LIMIT!r}, or as '10gbit'")
     return text
 
 

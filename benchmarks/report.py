@@ -139,7 +139,7 @@ def replace_part(page: Path, made: str, source: Path, check: bool) -> int:
     text, (begin, *_) = page.read_text() if page.exists() else "", made.splitlines()
     before, _, rest = text.partition(begin)
     if text.count(begin) != 1 or END not in rest:
-        print(f"{page}: given without the lines {begin} and {END}, allowed: with each of them once")
+        print(f"{page} has to have the lines {begin} and {END}, each of them once")
         return 1
     changed = before + made + rest.partition(END)[2]
     if not check:

@@ -90,7 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for operation in args.operations:
         if operation not in OPERATIONS:
-            parser.error(f"given {operation!r}, allowed: {', '.join(map(repr, OPERATIONS))}")
+            parser.error(f"the operation is {operation!r}, but has to be one of {', '.join(map(repr, OPERATIONS))}")
     return args
 
 

@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON; None: benchmarks/results/two-hosts-ENGINE.json")
     args = parser.parse_args()
     if args.engine == "cuda" and torch.cuda.device_count() < 2:
-        parser.error("--engine: given cuda, allowed: cpu, because there are fewer than two GPUs")
+        parser.error("--engine is cuda, but has to be cpu, because there are fewer than two GPUs")
     out = args.out or ROOT / f"benchmarks/results/two-hosts-{args.engine}.json"
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "iters")}
     case = replace(STANDARD[args.engine], ranks=2, ranks_per_node=1, operations=(OPERATION,), **sizes)

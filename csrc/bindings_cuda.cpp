@@ -44,8 +44,8 @@ using ep::cuda::DecodeLaunch, ep::cuda::Launch;
 
 // Launch an operation, or a part of it, with the tensors of a request and of its result.
 template <Launch kPart>
-void launch_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle received, int device, Address stream) {
-  ep::cuda::DispatchArgs args = ep::cuda::read_dispatch(engine, request, received, device);
+void launch_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle received, Address stream) {
+  ep::cuda::DispatchArgs args = ep::cuda::read_dispatch(engine, request, received);
   if (kPart == Launch::kPlanAndStage) args.ticket = engine.next_ticket();
   if (kPart == Launch::kPull) args.ticket = engine.ticket();
   int32_t* const plan = ep::cuda::plan_of(request, received);
@@ -53,27 +53,24 @@ void launch_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle re
   engine.dispatch(args, plan, kPart, pointer<CUstream_st>(stream));
 }
 
-void launch_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, int device,
-                    Address stream) {
-  const ep::cuda::CombineArgs args = ep::cuda::read_combine(engine, request, combined, device);
+void launch_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, Address stream) {
+  const ep::cuda::CombineArgs args = ep::cuda::read_combine(engine, request, combined);
   int32_t* const plan = ep::cuda::plan_of(request, combined);
   const OthersRun others_run(engine);
   engine.combine(args, plan, pointer<CUstream_st>(stream));
 }
 
 template <DecodeLaunch kPart>
-void launch_decode_dispatch(const ep::cuda::Engine& engine, py::handle request, py::handle received, int device,
-                            Address stream) {
-  const ep::cuda::DecodeDispatchArgs args = ep::cuda::read_decode_dispatch(engine, request, received, device);
+void launch_decode_dispatch(const ep::cuda::Engine& engine, py::handle request, py::handle received, Address stream) {
+  const ep::cuda::DecodeDispatchArgs args = ep::cuda::read_decode_dispatch(engine, request, received);
   int32_t* const plan = ep::cuda::plan_of(request, received);
   const OthersRun others_run(engine);
   engine.decode_dispatch(args, plan, kPart, pointer<CUstream_st>(stream));
 }
 
 template <DecodeLaunch kPart>
-void launch_decode_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, int device,
-                           Address stream) {
-  const ep::cuda::DecodeCombineArgs args = ep::cuda::read_decode_combine(engine, request, combined, device);
+void launch_decode_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, Address stream) {
+  const ep::cuda::DecodeCombineArgs args = ep::cuda::read_decode_combine(engine, request, combined);
   int32_t* const plan = ep::cuda::plan_of(request, combined);
   const OthersRun others_run(engine);
   engine.decode_combine(args, plan, kPart, pointer<CUstream_st>(stream));
@@ -202,8 +199,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
            }),
            py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"), py::arg("state"),
            py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"))
-      // All of these take a request, its result, the index of the engine's device, and a stream. If the host waits for
-      // the counts a dispatch is two launches: `plan_and_stage`, and `pull` once its outputs are there.
+      // All of these take a request, its result and a stream, and trust that tensors lie on the engine's device. If the
+      // host waits for the counts a dispatch is two launches: `plan_and_stage`, and `pull` once its outputs are there.
       .def("dispatch", launch_dispatch<Launch::kWhole>)
       .def("plan_and_stage", launch_dispatch<Launch::kPlanAndStage>)
       .def("pull", launch_dispatch<Launch::kPull>)

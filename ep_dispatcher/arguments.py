@@ -65,10 +65,9 @@ def dispatch_request(
     decodes = layout == "decode" or (handle is not None and decode.is_decode(layout, handle))
     if has_gradients:
         if decodes:
-            checks.fail("layout", "'decode'", f"'expert', 'rank': {_NO_GRADIENTS}")
+            checks.refuse(f"layout is 'decode': {_NO_GRADIENTS}")
         if config.mask_late_ranks:
-            given = "one with mask_late_ranks=True, which has decode layout alone"
-            checks.fail("buffer", given, f"another: {_NO_GRADIENTS}")
+            checks.refuse(f"buffer was made with mask_late_ranks=True, which has decode layout alone: {_NO_GRADIENTS}")
         if handle is None and layout not in _TRAINING_LAYOUTS:
             checks.one_of("layout", layout, _TRAINING_LAYOUTS)
     if torch.is_autocast_enabled(device):
@@ -111,7 +110,7 @@ def dispatch_request(
         expert_alignment=expert_alignment,
         num_rows=num_rows,
         quantize=checks.POWERS_OF_TWO if packs_scales else quantize,
-        label=label,
+        label=label or 0,
         sends_only=return_hook,
         packs_scales=packs_scales,
     )
@@ -133,7 +132,7 @@ def plan_request(
     checks.num_tokens("topk_idx", num_tokens, config.max_tokens_per_rank)
     rows = topk_idx.new_zeros((num_tokens, checks.ROW_GRANULARITY // config.dtype.itemsize), dtype=config.dtype)
     return DispatchRequest(
-        rows, topk_idx=topk_idx, layout=layout, expert_alignment=alignment, num_rows=num_rows, label=label
+        rows, topk_idx=topk_idx, layout=layout, expert_alignment=alignment, num_rows=num_rows, label=label or 0
     )
 
 
@@ -161,7 +160,7 @@ def _check_routing(
 def refuse_decode_handle(handle: object) -> None:
     """Refuse a handle of decode layout in ep.combine, which has gradients."""
     if decode.is_decode("", handle):
-        checks.fail("handle", "one of layout='decode'", f"one of layout='expert' or 'rank': {_NO_GRADIENTS}")
+        checks.refuse(f"handle is one of layout='decode': {_NO_GRADIENTS}")
 
 
 def combine_request(

@@ -54,18 +54,15 @@ def _saved_plan(ctx: Any) -> tuple[Tensor, Tensor | None]:
 
     Hooks on saved tensors may move them, but must keep their integers.
     """
-    plan, message_rows = ctx.saved_tensors
-    check_saved_plan(plan)
-    if message_rows is not None:
-        check_saved_plan(message_rows)
-    return plan, message_rows
+    return checked_plan(*ctx.saved_tensors)
 
 
-def check_saved_plan(plan: Tensor) -> None:
-    if plan.dtype != torch.int32:
-        checks.fail(
-            "saved plan", f"a tensor of {plan.dtype}", "torch.int32: hooks on saved tensors must not convert it"
-        )
+def checked_plan(plan: Tensor, message_rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    for t in (plan, message_rows):
+        if t is not None and t.dtype != torch.int32:
+            allowed = "of torch.int32: hooks on saved tensors must not convert it"
+            checks.fail("the saved plan", f"a tensor of {t.dtype}", allowed)
+    return plan, None if message_rows is None else message_rows.cpu()
 
 
 def buffer_of(ctx: Any) -> Buffer:
@@ -157,9 +154,7 @@ class _EagerDispatch(torch.autograd.Function):
         buffer: Buffer,
         made: list[Received],
     ) -> tuple[Tensor | None, ...]:
-        received = buffer.live_engine().dispatch(request)
-        if request.quantize:
-            received = received._replace(anchor=_anchor(request.rows, received.rows.shape[0]))
+        received = _run_dispatch(buffer, request)
         made.append(received)
         ctx.set_materialize_grads(False)
         _keep_for_combine(ctx, received, buffer, request)
@@ -257,8 +252,8 @@ def _or_none(t: Tensor | None) -> Tensor | None:
 def _dispatched(received: Received, rows: Tensor) -> _Dispatched:
     """Return the outputs of `dispatch_op`. rows: of the request."""
 
-    def given(t: Tensor | None, dtype: torch.dtype, device: torch.device = rows.device) -> Tensor:
-        return torch.empty(0, dtype=dtype, device=device) if t is None else t
+    def given(t: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return rows.new_empty(0, dtype=dtype) if t is None else t
 
     return (
         received.rows,
@@ -268,7 +263,7 @@ def _dispatched(received: Received, rows: Tensor) -> _Dispatched:
         received.tokens_per_expert,
         received.rows_per_expert,
         given(received.plan, torch.int32),
-        given(received.message_rows, torch.int32, torch.device("cpu")),
+        given(received.message_rows, torch.int32),
         given(received.anchor, rows.dtype),
     )
 
@@ -498,7 +493,7 @@ def _differentiable_combine(buffer: Buffer, request: CombineRequest) -> Combined
 
 def check_buffer(buffer: Buffer) -> None:
     if not isinstance(buffer, Buffer):
-        checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
+        checks.fail("buffer", f"of type {type(buffer).__name__}", "an ep_dispatcher.Buffer")
 
 
 # The types of the results: float8 rows are pairs, and there are weights if some were given.

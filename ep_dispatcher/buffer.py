@@ -500,11 +500,14 @@ class Buffer(BufferSizes):
         if self.totals is not None:
             if wait_ns is None:
                 return  # as it is
-            checks.fail(argument, "a tensor after stats()", "None: stats() returns these waits")
+            checks.refuse(f"{argument} cannot be set after stats(), which returns the same waits")
         if wait_ns is not None:
             checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
             if not wait_ns.is_contiguous() or wait_ns.is_neg():
-                checks.fail(argument, f"strides {wait_ns.stride()}, negated: {wait_ns.is_neg()}", "one in plain memory")
+                checks.refuse(
+                    f"{argument} has to lie in plain memory, but its strides are {wait_ns.stride()}, negated: "
+                    f"{wait_ns.is_neg()}"
+                )
             writable(argument, wait_ns)
         engine.measure_waits(operation, wait_ns)
         self._wait_ns[operation] = wait_ns
@@ -623,7 +626,7 @@ class Buffer(BufferSizes):
         engine, num_ranks = self._masking_engine(), self.topology.num_ranks
         rank = checks.integer("rank", rank, 0, num_ranks - 1)
         if rank == self.topology.rank:
-            checks.fail("rank", f"{rank}, which is this rank", "another one")
+            checks.refuse(f"rank is {rank}, which is this rank: a rank cannot mask itself")
         engine.mask_rank(rank)
 
     def unmask(self) -> None:
@@ -644,16 +647,16 @@ class Buffer(BufferSizes):
     def _masking_engine(self) -> Engine:
         engine = self.live_engine()
         if not self.config.mask_late_ranks:
-            checks.fail("buffer", "one without masks", "one made by ep.Buffer(..., mask_late_ranks=True)")
+            checks.refuse("buffer has no masks: make it by ep.Buffer(..., mask_late_ranks=True)")
         return engine
 
     def _change(self, change: str) -> None:
         engine, config = self.live_engine(), self.config
         if not config.suspendable:
-            checks.fail("buffer", "one that cannot be suspended", "one made by ep.Buffer(..., suspendable=True)")
+            checks.refuse("buffer cannot be suspended: make it by ep.Buffer(..., suspendable=True)")
         engine.refuse_unreceived(change)
         if not dist.is_initialized():
-            checks.fail("buffer", "one whose process group is gone", f"{change}() before destroy_process_group()")
+            checks.refuse(f"the process group of this buffer is gone: call {change}() before destroy_process_group()")
         meet = partial(Gather, config.group, config.timeout_s, operation=change, history=self._history)
         with self.wording:
             engine.suspend(meet) if change == "suspend" else engine.resume(meet)
@@ -715,7 +718,7 @@ class Buffer(BufferSizes):
     def live_engine(self) -> Engine:
         """Return the engine. ValueError after destroy()."""
         if self._engine is None:
-            checks.fail("buffer", "one that was destroyed", "a living buffer")
+            checks.refuse("buffer was destroyed")
         return self._engine
 
     def make_wording(self) -> Wording:
@@ -727,10 +730,9 @@ def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """Return the group of a buffer, the default one for None. ValueError if this process cannot have a buffer there."""
     if not dist.is_initialized():
         given = "None" if group is None else type(group).__name__
-        checks.fail(
-            "group",
-            f"{given} while torch.distributed is not initialised",
-            "a group, or None for the default one, after torch.distributed.init_process_group",
+        checks.refuse(
+            f"group is {given}, but torch.distributed is not initialised: call torch.distributed.init_process_group "
+            "first"
         )
     return registered_group(dist.group.WORLD if group is None else group)
 

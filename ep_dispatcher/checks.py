@@ -1,4 +1,4 @@
-"""Mistakes of a caller: ValueErrors that name the argument, the given value and the allowed ones.
+"""Mistakes of a caller: ValueErrors that name the argument, the given value and the allowed ones, in a sentence.
 
 Functions that raise check arguments before anything is sent. Functions that return an error put a mistake that an
 engine has found into words.
@@ -45,11 +45,23 @@ def scale_dtype(quantize: str | None, scales: Tensor | None = None) -> torch.dty
 
 
 def mistake(argument: str, given: Any, allowed: str) -> str:
-    return f"{argument}: given {given}, allowed: {allowed}"
+    """Return a sentence: "layout is 'x', but has to be 'expert' or 'rank'"."""
+    return f"{argument} is {given}, but has to be {allowed}"
 
 
 def fail(argument: str, given: Any, allowed: str) -> NoReturn:
     raise ValueError(mistake(argument, given, allowed))
+
+
+def refuse(why: str) -> NoReturn:
+    """Raise an error with a sentence of its own: what is wrong, what was given, and what is allowed."""
+    raise ValueError(why)
+
+
+def one_of_these(allowed: Iterable[object]) -> str:
+    """Return "'a', 'b' or 'c'"."""
+    *others, last = map(repr, allowed)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def integer(argument: str, value: Any, lowest: int, highest: int = MAX_INT) -> int:
@@ -81,7 +93,7 @@ def one_of(argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
     for one in allowed:
         if value is one or (isinstance(value, type(one)) and value == one):
             return
-    fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
+    fail(argument, repr(value), one_of_these(allowed))
 
 
 def buffer_sizes(
@@ -99,7 +111,7 @@ def buffer_sizes(
         fail(
             "hidden",
             f"{hidden} ({hidden * dtype.itemsize} bytes a row in {dtype})",
-            f"a row of a multiple of {ROW_GRANULARITY} bytes, so a multiple of {ROW_GRANULARITY // dtype.itemsize}",
+            f"a multiple of {ROW_GRANULARITY // dtype.itemsize}: rows are multiples of {ROW_GRANULARITY} bytes",
         )
     return dict(
         hidden=hidden, num_experts=num_experts, num_topk=num_topk, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype
@@ -121,7 +133,7 @@ def dtensor(argument: str, value: object) -> None:
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
     """Check a tensor. ``shape`` has an int for a fixed size, a name for a free one."""
     if not isinstance(value, Tensor):
-        given = type(value).__name__
+        given = f"of type {type(value).__name__}"
     else:
         # Every attribute of a tensor costs host time: read each one once. `device.type` makes a new str each time, so
         # test for a GPU without it.
@@ -133,7 +145,7 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         if is_there and dense and value.dtype in dtypes and (sizes == shape or _fits(sizes, shape)):
             return  # before a text is formatted: torch.compile cannot format unknown sizes
         dtensor(argument, value)
-        given = f"{list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
+        given = f"a tensor {list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words + _why_not_cast(argument, value, dtypes, device))
 
@@ -174,7 +186,7 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
         if len(x) != 2:
             fail("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (rows, scales)")
         if hidden % ROW_GRANULARITY:
-            fail("x", "a pair", f"a pair only with hidden a multiple of {ROW_GRANULARITY}; it is {hidden}")
+            refuse(f"x is a pair, which needs a hidden that is a multiple of {ROW_GRANULARITY}; it is {hidden}")
         tensor("x[0]", x[0], (torch.float8_e4m3fn,), ("num_tokens", hidden), device)
         dtype = x[1].dtype if isinstance(x[1], Tensor) and x[1].dtype in SCALES else torch.float32
         tensor("x[1]", x[1], SCALES, (x[0].shape[0], num_scales(hidden, dtype)), device)
@@ -182,25 +194,27 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
     else:
         tensor("x", x, (dtype,), ("num_tokens", hidden), device)
         if quantize is not None and (dtype != torch.bfloat16 or hidden % ROW_GRANULARITY):
-            allowed = f"None, unless rows are bfloat16 and hidden is a multiple of {ROW_GRANULARITY}"
-            fail("quantize", repr(quantize), f"{allowed}; here: {dtype}, {hidden}")
+            refuse(
+                f"quantize is {quantize!r}, which needs bfloat16 rows and a hidden that is a multiple of "
+                f"{ROW_GRANULARITY}; here: {dtype}, {hidden}"
+            )
     num_tokens("x", x.shape[0], max_tokens)
 
 
 def num_tokens(argument: str, given: int, max_tokens: int) -> None:
     """Raise ValueError if a rank has more tokens than its buffer takes."""
     if given > max_tokens:
-        fail(argument, f"{given} rows", f"at most max_tokens_per_rank = {max_tokens}")
+        refuse(f"{argument} has {given} rows, but at most max_tokens_per_rank = {max_tokens} are allowed")
 
 
 def handle(handle: Handle, buffer_id: str) -> None:
     if not isinstance(handle, Handle):
-        fail("handle", type(handle).__name__, "the Handle of a dispatch on this buffer")
+        fail("handle", f"of type {type(handle).__name__}", "the Handle of a dispatch on this buffer")
     if handle.buffer_id != buffer_id:
-        fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({buffer_id})")
+        refuse(f"handle belongs to another buffer ({handle.buffer_id}) than this one ({buffer_id})")
     # Engines trust them: with others they would leave the memory of the plan, or that of the rows.
     if not torch.compiler.is_compiling() and not handle.is_as_made():
-        fail("handle", "one with changed fields", "the handle as its dispatch returned it")
+        refuse("handle was modified: pass it as its dispatch returned it")
 
 
 def reuse(
@@ -213,9 +227,9 @@ def reuse(
 ) -> None:
     """Refuse arguments of a dispatch that do not agree with its handle. An argument at its default is ignored."""
     if topk_idx is not None:
-        fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
+        refuse("topk_idx is given beside handle, which has the routing: give one of them")
     if num_tokens != handle.num_tokens:
-        fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows that the handle was made for")
+        refuse(f"x has {num_tokens} rows, but the handle was made for {handle.num_tokens}")
     if layout not in ("expert", handle.layout):
         fail("layout", repr(layout), f"the handle's {handle.layout!r}")
     if expert_alignment not in (1, handle.expert_alignment):
@@ -229,7 +243,7 @@ def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError
     token, k, expert, repeated = entry
     where = f"topk_idx[{token}, {k}]"
     if repeated:
-        return ValueError(mistake(where, f"expert {expert} again", "every expert at most once in a row"))
+        return ValueError(f"{where} is expert {expert} again, but a row may have an expert only once")
     text = mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
     return UnknownExpertError(text, token) if expert >= num_experts else ValueError(text)
 
@@ -273,19 +287,19 @@ def unknown_disagreement() -> ValueError:
 def too_few_rows(needs: Iterable[tuple[int, int]], label: int = 0) -> TooFewRowsError:
     """``needs``: (rows that are needed, max_recv_rows or -1 for none) of each rank, in rank order."""
     short = {rank: (needed, given) for rank, (needed, given) in enumerate(needs) if needed > given >= 0}
-    each = (f"rank {rank} needs {needed} rows, given {given}" for rank, (needed, given) in short.items())
-    text = "max_recv_rows: too small: " + "; ".join(each)
+    each = (f"rank {rank} needs {needed} rows, but has {given}" for rank, (needed, given) in short.items())
+    text = "max_recv_rows is too small: " + "; ".join(each)
     return TooFewRowsError(text, max(needed for needed, _ in short.values()), label)
 
 
 def too_many_rows(alignment: int, rank: int, needed: int) -> ValueError:
     return ValueError(
-        f"expert_alignment: given {alignment}, with which rank {rank} receives {needed} rows; allowed: up to {MAX_INT} "
-        "rows of a rank in one dispatch"
+        f"expert_alignment is {alignment}, with which rank {rank} receives {needed} rows; a rank may receive up to "
+        f"{MAX_INT} rows in one dispatch"
     )
 
 
 def too_many_choices(rank: int, choices: int) -> ValueError:
     return ValueError(
-        f"topk_idx: rank {rank} is given {choices} choices; allowed: up to {MAX_INT} of a rank in one dispatch"
+        f"topk_idx has {choices} choices of experts on rank {rank}; up to {MAX_INT} are allowed in one dispatch"
     )

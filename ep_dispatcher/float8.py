@@ -189,7 +189,7 @@ def _check_floating(x: Tensor) -> None:
 
 def _check_pair(pair: tuple[Tensor, Tensor]) -> None:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
-        checks.fail("pair", type(pair).__name__, "two tensors (rows, scales), as ep.quantize returns them")
+        checks.fail("pair", f"of type {type(pair).__name__}", "two tensors (rows, scales), as ep.quantize returns them")
     rows, scales = pair
     if rows.dtype == torch.float8_e4m3fn and rows.dim() > 0 and scales.shape[:-1] == rows.shape[:-1]:
         if scales.dim() == rows.dim() and scales.shape[-1] in _numbers_of_scales(rows.shape[-1], scales.dtype):

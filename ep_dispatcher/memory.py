@@ -202,19 +202,18 @@ def check_size(shape: Shape) -> None:
     needed = shape.num_ranks * (tokens + slots) * row
     given = f"{tokens} with hidden={shape.hidden}"
     if needed > MAX_NODE_BYTES:
-        checks.fail(
-            "max_tokens_per_rank",
-            f"{given}, for which the ranks of a node need more than {needed} bytes",
-            f"at most {tokens * MAX_NODE_BYTES // needed} with this hidden; the ranks of a node may need "
-            f"at most {MAX_NODE_BYTES} bytes",
+        checks.refuse(
+            f"max_tokens_per_rank is {given}, for which the ranks of a node need more than {needed} bytes; at most "
+            f"{tokens * MAX_NODE_BYTES // needed} with this hidden are allowed, as the ranks of a node may need "
+            f"{MAX_NODE_BYTES} bytes"
         )
     if slots > checks.MAX_INT:
-        checks.fail(
-            "max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {checks.MAX_INT} of them"
+        checks.refuse(
+            f"max_tokens_per_rank is {given}, which makes {slots} partial sums; at most {checks.MAX_INT} are allowed"
         )
     if num_nodes * tokens > checks.MAX_INT:  # of a rank and its rail peers
-        checks.fail(
-            "max_tokens_per_rank", f"{given} on {num_nodes} nodes", f"at most {checks.MAX_INT // num_nodes} on so many"
+        checks.refuse(
+            f"max_tokens_per_rank is {given}; on {num_nodes} nodes at most {checks.MAX_INT // num_nodes} are allowed"
         )
 
 
@@ -223,11 +222,11 @@ def check_masks(shape: Shape, suspendable: bool) -> None:
     if not shape.mask_late_ranks:
         return
     if shape.num_nodes > 1:
-        checks.fail("mask_late_ranks", f"True with {shape.num_nodes} nodes", "True on one node")
+        checks.refuse(f"mask_late_ranks is True on {shape.num_nodes} nodes, but needs one node")
     if shape.ranks_per_node > 32:
-        checks.fail("mask_late_ranks", f"True with {shape.ranks_per_node} ranks", "True with at most 32")
+        checks.refuse(f"mask_late_ranks is True with {shape.ranks_per_node} ranks; at most 32 are allowed")
     if suspendable:
-        checks.fail("mask_late_ranks", "True with suspendable=True", "one of both")
+        checks.refuse("mask_late_ranks and suspendable are both True: a buffer can have one of them")
 
 
 def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
@@ -235,10 +234,10 @@ def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
     given = "with engine='cuda'"
     num_nodes, per_node = topology.num_nodes, topology.ranks_per_node
     if num_nodes > MAX_NODES or per_node > MAX_LOCAL or num_nodes * per_node > MAX_RANKS:
-        allowed = f"at most {MAX_NODES} nodes of {MAX_LOCAL} ranks, and {MAX_RANKS} ranks, {given}"
-        checks.fail("group", f"{num_nodes} nodes of {per_node} ranks", allowed)
+        allowed = f"at most {MAX_NODES} nodes of {MAX_LOCAL} ranks, and {MAX_RANKS} ranks, are allowed {given}"
+        checks.refuse(f"group has {num_nodes} nodes of {per_node} ranks, but {allowed}")
     if [rank for ranks in topology.nodes for rank in ranks] != list(range(topology.num_ranks)):
-        checks.fail("group", f"nodes {list(topology.nodes)}", f"neighbouring ranks in a node {given}")
+        checks.refuse(f"group has nodes {list(topology.nodes)}, but a node has to be of neighbouring ranks {given}")
     if shape.num_experts > MAX_EXPERTS:
         checks.fail("num_experts", shape.num_experts, f"at most {MAX_EXPERTS} {given}")
     most_tokens = MAX_TOKENS if topology.num_nodes == 1 else MAX_TOKENS_BETWEEN_NODES
@@ -247,8 +246,8 @@ def check_cuda_sizes(topology: Topology, shape: Shape) -> None:
         checks.fail("max_tokens_per_rank", shape.max_tokens_per_rank, f"at most {most_tokens} {given}{nodes}")
     if shape.mask_late_ranks and not shape.plans_directly:
         sizes = f"max_tokens_per_rank={shape.max_tokens_per_rank}, num_topk={shape.num_topk}"
-        allowed = f"it with direct plans: fewer tokens, choices and experts (docs/memory.md) {given}"
-        checks.fail("mask_late_ranks", f"True with {sizes}, num_experts={shape.num_experts}", allowed)
+        allowed = f"it needs fewer tokens, choices and experts {given} (docs/memory.md)"
+        checks.refuse(f"mask_late_ranks is True with {sizes}, num_experts={shape.num_experts}: {allowed}")
 
 
 def default_sms(num_sms: int | None) -> dict[str, int]:

@@ -93,13 +93,15 @@ def find_nodes(
     with gather.same_on_all_ranks():
         try:
             if problems:
-                checks.fail("ranks_per_node", f"'nvlink', which cannot be used on {problems[0]}", "None or an integer")
+                checks.refuse(
+                    f"ranks_per_node is 'nvlink', but NVLink cannot be used on {problems[0]}: give None or an integer"
+                )
             joined = [domain if domain in spans and domain else host for host, (domain, _) in zip(hosts, domains)]
             topology = Topology.make(rank, joined, per_node, "NVLink domain")
             neighbours = [r for node in topology.nodes for r in node] == list(range(topology.num_ranks))
             if not neighbours or topology.ranks_per_node > MAX_LOCAL:
                 nodes = f"NVLink domains of the ranks {list(topology.nodes)}"
-                checks.fail("group", nodes, f"neighbouring ranks in each, at most {MAX_LOCAL}")
+                checks.refuse(f"group has {nodes}, but each has to be of neighbouring ranks, at most {MAX_LOCAL}")
             return topology, ""
         except ValueError as error:
             if demanded:

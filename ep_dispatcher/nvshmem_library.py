@@ -48,8 +48,8 @@ def one_version(module_file: str) -> str:
     if other is None:
         return device
     raise ValueError(
-        f"NVSHMEM: given device library {device} in _C_nvshmem and host library "
-        f"{', '.join(f'{version} ({path})' for path, version in loaded.items())}, allowed: one version; build again "
+        f"NVSHMEM has device library {device} in _C_nvshmem and host library "
+        f"{', '.join(f'{version} ({path})' for path, version in loaded.items())}, but needs one version: build again "
         f"with `NVSHMEM_HOME={Path(other).parents[1]} EP_DISPATCHER_NVSHMEM=1 pip install --no-build-isolation .`, and "
         "let LD_LIBRARY_PATH and LD_PRELOAD lead to no other"
     )

@@ -53,9 +53,14 @@ def refuse_transforms(**arguments: object) -> None:
             if not isinstance(t, Tensor) or not t.is_floating_point():
                 continue
             if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-                checks.fail(argument, "a tangent of forward-mode differentiation (torch.func.jvp)", _REVERSE)
+                checks.refuse(
+                    f"{argument} has a tangent of forward-mode differentiation (torch.func.jvp), but only "
+                    f"{_REVERSE} is there"
+                )
             if transformed and t.requires_grad and torch.is_grad_enabled():
-                checks.fail(argument, "a gradient of torch.func (grad, vjp, jacrev)", _REVERSE)
+                checks.refuse(
+                    f"{argument} has a gradient of torch.func (grad, vjp, jacrev), but only {_REVERSE} is there"
+                )
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ def writable(argument: str, t: Tensor) -> None:
         checks.fail(argument, f"a {type(t).__name__}", "a plain tensor")
     require_memory(argument, t)
     if t.device.type == "cpu" and t.numel() > 0 and not _C_cpu.is_writable(t.data_ptr()):
-        checks.fail(argument, "a tensor in memory that may only be read", "one in memory that may be written")
+        checks.refuse(f"{argument} lies in memory that may only be read, but is written")
 
 
 def require_memory(argument: str, t: Tensor) -> None:

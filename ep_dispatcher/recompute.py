@@ -120,7 +120,7 @@ class Run:
 
     def _fail(self, given: int) -> None:
         allowed = f"{len(self.kept[_IN_ORDER])}, as in checkpointed forward pass {self.number}"
-        checks.fail("number of dispatches", f"{given} in a recompute", allowed)
+        checks.fail("the number of dispatches", f"{given} in a recompute", allowed)
 
 
 class _Thread(threading.local):  # a backward runs in threads of autograd

@@ -72,7 +72,7 @@ class Totals:
     def __init__(self, engine: Engine, num_local_experts: int, num_ranks: int, device: torch.device):
         for name in _OPERATIONS:
             if name in engine.wait_ns:
-                checks.fail(f"{name}_wait_ns", "a tensor, before stats(), which measures the same waits", "None")
+                checks.refuse(f"{name}_wait_ns has to be None before stats(), which measures the same waits")
         self._sizes = [NUM_LABELS * num_local_experts, num_ranks, num_ranks]
         with torch.inference_mode(False):  # operations may add inside and outside of it
             follow(engine, device)
@@ -119,5 +119,7 @@ def follow(engine: Engine, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
-                checks.fail("stats", "a call in the capture of a CUDA graph", "one outside of it. Replays are counted")
+                checks.refuse(
+                    "stats() cannot be called in the capture of a CUDA graph: call it outside. Replays are counted"
+                )
     engine.follow()

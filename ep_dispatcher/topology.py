@@ -32,9 +32,13 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
             checks.fail("group", given, f'one of one dimension, such as mesh["{example}"]')
         group = group.get_group() if group.get_coordinate() else None  # None on other ranks
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        checks.fail("group", "one that this process is not a member of", "a group on its members alone")
+        checks.refuse("this process is not a member of group")
     if not isinstance(group, ProcessGroup):
-        checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or a DeviceMesh of one dimension")
+        checks.fail(
+            "group",
+            f"of type {type(group).__name__}",
+            "a torch.distributed.ProcessGroup, or a DeviceMesh of one dimension",
+        )
     return group
 
 
@@ -49,10 +53,10 @@ def registered_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     while inner not in known:
         held = [value for value in getattr(inner, "__dict__", {}).values() if isinstance(value, ProcessGroup)]
         if len(held) != 1:
-            checks.fail(
-                "group",
-                f"a {type(group).__name__} of {group.size()} ranks that torch.distributed does not know",
-                "a group of init_process_group or new_group, or a wrapper that holds one such group",
+            checks.refuse(
+                f"group is a {type(group).__name__} of {group.size()} ranks that torch.distributed does not know: "
+                "give a group of "
+                "init_process_group or new_group, or a wrapper that holds one such group"
             )
         inner = held[0]
     return inner
@@ -79,16 +83,18 @@ class Topology:
             for node in nodes:
                 if len({host_of[r] for r in node}) > 1:
                     raise ValueError(
-                        f"ranks_per_node: given {ranks_per_node}, but ranks {list(node)} do not share one {place}; "
-                        f"allowed: a size that puts only ranks of one {place} into a node"
+                        f"ranks_per_node is {ranks_per_node}, but ranks {list(node)} do not share one {place}: it "
+                        "has to put "
+                        f"only ranks of one {place} into a node"
                     )
         else:
             hosts = list(dict.fromkeys(host_of))
             nodes = [tuple(r for r in range(num_ranks) if host_of[r] == host) for host in hosts]
             if len({len(node) for node in nodes}) > 1:
                 raise ValueError(
-                    f"group: its {place}s have {[len(node) for node in nodes]} ranks; allowed: the same number in each "
-                    "(or ranks_per_node, a size that divides each of them)"
+                    f"group has {place}s of {[len(node) for node in nodes]} ranks, but each has to have the same "
+                    "number; "
+                    "or give ranks_per_node, a size that divides each of them"
                 )
         return Topology(rank, tuple(nodes))
 

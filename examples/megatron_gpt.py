@@ -62,7 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     if "RANK" not in os.environ:
         parser.error(f"start it with torchrun --nproc-per-node 4 {sys.argv[0]}")
     if args.num_experts % int(os.environ["WORLD_SIZE"]):
-        parser.error(f"--num-experts: given {args.num_experts}, allowed: multiples of {os.environ['WORLD_SIZE']} ranks")
+        parser.error(
+            f"--num-experts is {args.num_experts}, but has to be a multiple of {os.environ['WORLD_SIZE']} ranks"
+        )
     return args
 
 

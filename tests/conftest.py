@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
         missing = {name for name, is_there in stays.items() if not is_there}
         if missing:
             raise pytest.UsageError(
-                f"{sorted(missing)}: all cases are exhaustive, allowed: all but one, or the whole function marked so"
+                f"{sorted(missing)}: all cases are exhaustive: leave one out, or mark the whole function"
             )
 
 

@@ -93,7 +93,7 @@ def test_a_page_stays_as_it_is(results, tmp_path, capsys):
     """Without marks, and with --check. This fails for a page with other figures, and passes for ours."""
     page, runs = tmp_path / "performance.md", tmp_path / "RUNS.md"
     for text, check, said in (
-        ("no marks", [], "given without"),
+        ("no marks", [], "has to have the lines"),
         (f"{report.BEGIN}\nold\n{report.END}\n", ["--check"], "its figures are not those of"),
     ):
         page.write_text(text)
@@ -101,7 +101,7 @@ def test_a_page_stays_as_it_is(results, tmp_path, capsys):
         assert report.main(["--page", str(page), "--runs", str(runs), "--results", str(results), *check]) == 1
         assert page.read_text() == runs.read_text() == text
         printed = capsys.readouterr().out
-        assert f"{page}: {said}" in printed and f"{runs}: {said}" in printed
+        assert said in printed
     assert report.main(["--check"]) == 0
 
 

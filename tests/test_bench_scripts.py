@@ -230,7 +230,7 @@ def test_cases_of_layers(capsys):
     for size in ("3", "0", "-1", "8"):
         with pytest.raises(SystemExit):
             moe_mlp.parse_args(["--ranks", "4", "--ranks-per-node", size])
-        assert f"--ranks-per-node: given {size}, allowed: " in capsys.readouterr().err
+        assert f"--ranks-per-node is {size}, but has to be " in capsys.readouterr().err
 
 
 def test_time_that_is_exposed():

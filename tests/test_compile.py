@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import exhaustive, on_ranks
+from conftest import exhaustive, on, on_ranks
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -238,6 +238,15 @@ def test_dynamo_is_not_imported_and_holds_no_group(script, expected):
 @on_ranks(2, timeout_s=COMPILE_S)
 def test_inductor(rank):
     assert compare(rank, two_layers, dict(engine="cpu"), compiles=dict(backend="inductor")) == [1, 1]
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_cuda_graphs_of_a_compiler(rank, engine):
+    """Steps warm up, are captured, and are replayed with another routing."""
+    compiles = dict(backend="inductor", options={"triton.cudagraphs": True})
+    compare(rank, two_layers, dict(engine=engine), 5 * (NUM_TOKENS,), compiles=compiles)
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 @on_ranks(1, timeout_s=COMPILE_S)

@@ -36,7 +36,7 @@ def test_kernels_spill_nothing(source, tmp_path):
 
 @pytest.mark.parametrize(
     "wanted,path,said",
-    [("2", None, "EP_DISPATCHER_CUDA: given '2'"), ("1", "/nowhere", "there is no nvcc; pip install")],
+    [("2", None, "EP_DISPATCHER_CUDA is '2'"), ("1", "/nowhere", "there is no nvcc; pip install")],
 )
 def test_the_build_switch_is_checked(wanted, path, said):
     code = "__file__ = 'setup.py'; import setuptools; setuptools.setup = lambda **_: None; "
@@ -53,7 +53,7 @@ def test_without_a_gpu_the_engine_says_why(monkeypatch):
     for built in (engines.ENGINES, ("cpu",)):
         monkeypatch.setattr(engines, "ENGINES", built)
         for name in ("cuda", "gpu"):
-            with pytest.raises(ValueError, match=f"engine: given '{name}'"):
+            with pytest.raises(ValueError, match=f"engine is '{name}'"):
                 engines.choose(name)
 
 
@@ -160,20 +160,20 @@ def test_ranks_of_a_node_must_be_neighbours():
     from ep_dispatcher.memory import Shape, check_cuda_sizes
     from ep_dispatcher.topology import Topology
 
-    with pytest.raises(ValueError, match="^group: given "):
+    with pytest.raises(ValueError, match="^group has "):
         check_cuda_sizes(Topology(0, ((0, 2), (1, 3))), Shape(2, 2, 72, 2, 8, 64, torch.bfloat16))
 
 
 LATE = "combine", "partial sums", 42, [1], 2.5
 MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the ranks that it names
-    (("bad_entry", [3, 1, 0, 0], 9, []), "topk_idx[3, 1]: given 9, "),
-    (("bad_entry", [3, 1, 1, 0], 5, []), "topk_idx[3, 1]: given expert 5 again, "),
+    (("bad_entry", [3, 1, 0, 0], 9, []), "topk_idx[3, 1] is 9, "),
+    (("bad_entry", [3, 1, 1, 0], 5, []), "topk_idx[3, 1] is expert 5 again, "),
     (
         ("too_few_rows", [1, 0, 0, 0], 0, [(40, 39), (3, 39)]),
-        "max_recv_rows: too small: rank 0 needs 40 rows, given 39",
+        "max_recv_rows is too small: rank 0 needs 40 rows, but has 39",
     ),
-    (("other_routing", [3, 1, 7, 2], 9, [(4, 0)]), "topk_idx[3, 1]: given 9, allowed: 4, as in the plan"),
-    (("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]), "expert_alignment: given 64, with which rank 1 "),
+    (("other_routing", [3, 1, 7, 2], 9, [(4, 0)]), "topk_idx[3, 1] is 9, but has to be 4, as in the plan"),
+    (("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]), "expert_alignment is 64, with which rank 1 "),
     (("differ", ["operation", 1, 1, 0], 0, []), "operation: rank 1 is in a combine, rank 0 is in a dispatch; "),
     (("differ", ["handle", 2, 2, 1], 1, []), "handle: rank 2 gave the plan of epoch 2, rank 1 "),
 ]

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from conftest import on_ranks
 from lib.dispatch_combine import Case, assert_step, check_case, expected_of, expert_rows, make_inputs, to
 from lib.dispatch_combine import make_buffer as buffer_of
+from lib.errors import assert_refused
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines, recompute
@@ -97,7 +98,7 @@ def test_a_graph_finds_another_routing_than_that_of_its_plan(rank):
                 given[-1, -1] = EXPERTS
             graph.replay()
             if changes:
-                with pytest.raises(OtherRoutingError, match=f"topk_idx.{TOKENS - 1}, {TOPK - 1}.: given {EXPERTS}, "):
+                with pytest.raises(OtherRoutingError, match=f"topk_idx.{TOKENS - 1}, {TOPK - 1}. is {EXPERTS}, "):
                     buffer.check()
             buffer.check()
             assert torch.equal(received, expected)
@@ -167,7 +168,7 @@ def test_a_graph_needs_max_recv_rows(rank):
     with make_buffer() as buffer:
         given = inputs(rank, 0)
         torch.cuda.synchronize()
-        with pytest.raises(ValueError, match="^max_recv_rows: given None"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(ValueError, match="^max_recv_rows is None"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             buffer.dispatch(*given)
 
 
@@ -209,16 +210,37 @@ def test_errors_that_the_device_finds(rank):
         x, idx, weights = inputs(rank, 0)
         right = buffer.dispatch(x, idx, weights)
         out = buffer.dispatch(x, idx, weights, max_recv_rows=3)
-        with pytest.raises(ValueError, match="^max_recv_rows: too small: rank 0 needs .*given 3"):
+        with pytest.raises(ValueError, match="^max_recv_rows is too small: rank 0 needs .*but has 3"):
             out.event.synchronize()
         dist.barrier()
         bad = idx.clone()
         bad[5, 1] = EXPERTS
-        with pytest.raises(ValueError, match=rf"^topk_idx\[5, 1\]: given {EXPERTS}, allowed: -1"):
+        with pytest.raises(ValueError, match=rf"^topk_idx\[5, 1\] is {EXPERTS}, but has to be -1"):
             buffer.dispatch(x, bad, weights)
         dist.barrier()
         again = buffer.dispatch(x, idx, weights)  # the buffer is as good as before
         assert torch.equal(again.x, right.x)
+
+
+@on_ranks(2)
+def test_a_tensor_on_another_device_is_refused_and_the_buffer_works_on(rank):
+    with make_buffer() as buffer:
+        x, idx, weights = inputs(rank, 0)
+        right = buffer.dispatch(x, idx, weights)
+        right_sum = buffer.combine(right.x, right.handle).x
+        decoded = buffer.dispatch(x, idx, layout="decode")
+        for argument, call in [
+            ("x", lambda: buffer.dispatch(x.cpu(), idx, weights)),
+            ("x", lambda: buffer.dispatch(x.cpu(), handle=right.handle)),
+            ("topk_idx", lambda: buffer.dispatch(x, idx.cpu(), weights)),
+            ("topk_weights", lambda: buffer.dispatch(x, idx, weights.cpu())),
+            ("y", lambda: buffer.combine(right.x.cpu(), right.handle)),
+            ("topk_weights", lambda: buffer.combine(right.x, right.handle, topk_weights=right.topk_weights.cpu())),
+            ("weights", lambda: buffer.combine(decoded.x, decoded.handle, weights=weights.cpu())),
+        ]:
+            assert "cpu" in assert_refused(argument, call)
+        again = buffer.dispatch(x, idx, weights)
+        assert torch.equal(again.x, right.x) and torch.equal(buffer.combine(again.x, again.handle).x, right_sum)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 132])

@@ -3,6 +3,7 @@
 import itertools
 import re
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -339,6 +340,24 @@ def test_a_hook_belongs_to_the_graph_of_its_call(rank, engine):
         with torch.cuda.graph(graph):
             out = buffer.dispatch(x, topk_idx, layout="decode", return_hook=True)
         assert_refused("hook", out.hook)
+
+
+@on_ranks(2)
+def test_what_a_hook_has_received_is_free(rank, engine):
+    """A hook that outlives its operation keeps neither the tokens nor the experts' rows."""
+    with make_small_buffer(engine=engine) as buffer:
+        x, topk_idx, weights = inputs_of(rank, device=device_name(buffer))
+        out = buffer.dispatch(x, topk_idx, layout="decode", return_hook=True)
+        of_dispatch, x_seen = out.hook, weakref.ref(x)
+        of_dispatch()
+        del x
+        assert x_seen() is None
+        y = torch.nan_to_num(out.x)
+        combined, y_seen = buffer.combine(y, out.handle, weights=weights, return_hook=True), weakref.ref(y)
+        of_combine = combined.hook
+        of_combine()
+        del y
+        assert y_seen() is None
 
 
 TWO_MICROBATCHES = re.search(

@@ -70,7 +70,7 @@ REFUSED = {
         ValueError,
         "^x has 9 tokens on rank 1, but at most num_worst_tokens / ranks = 8",
     ),
-    "an expert twice": (TWICE, None, NotImplementedError, "^topk_idx: given an expert twice"),
+    "an expert twice": (TWICE, None, NotImplementedError, "^topk_idx has an expert twice"),
 }
 
 
@@ -111,7 +111,7 @@ def test_a_low_latency_dispatch_that_one_rank_refuses(rank: int, mistake: str):
         if mistake == "tokens":
             kind, text = ValueError, "^x has 9 tokens on rank 1, but at most num_max_dispatch_tokens_per_rank = 8"
         else:
-            kind, text = NotImplementedError, "^topk_idx: given an expert twice"
+            kind, text = NotImplementedError, "^topk_idx has an expert twice"
         refuse_on_rank_1(rank, lambda: run(x, idx), lambda: run(*bad), kind, text)
         buffer.destroy()
 

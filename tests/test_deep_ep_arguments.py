@@ -159,16 +159,16 @@ def test_every_argument_does_what_its_table_says(rank: int):
     again = buffer.dispatch(x, handle=handle, **routing | NO_TOPK)[0]
     assert torch.equal(again, recv_x) and ["beside handle" in line for line in lines] == [True]
     for beside in (dict(num_worst_tokens=99), dict(topk_idx=idx)):
-        with pytest.raises(ValueError, match=f"^{next(iter(beside))}: given "):
+        with pytest.raises(ValueError, match=next(iter(beside))):
             buffer.dispatch(x, handle=handle, **beside)
     lines.clear()
     configs._said.clear()
     patch.setattr(Buffer, "_chosen_sms", 6)
     buffer.dispatch(x, **routing)
     buffer.low_latency_dispatch(x, idx, MOST, EXPERTS)
-    kept = [line.partition("num_sms: ")[2] for line in lines if "num_sms" in line]
-    assert kept == [f"given 6; memory that was made before keeps {sms} multiprocessors" for sms in (24, 64)]
-    with pytest.raises(ValueError, match="^low_latency_mode"):
+    kept = [line.partition("num_sms ")[2] for line in lines if "num_sms" in line]
+    assert kept == [f"is 6; memory that was made before keeps {sms} multiprocessors" for sms in (24, 64)]
+    with pytest.raises(ValueError, match="low_latency_mode"):
         Buffer(dist.group.WORLD).low_latency_dispatch(x, idx, MOST, EXPERTS)
     patch.undo()
     destroy_buffers()

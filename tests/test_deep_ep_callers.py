@@ -94,7 +94,7 @@ def test_calls_of_sglang(rank: int, case: Case):
             assert_weighted(decode(True, **overlap), data, rank)
         decode(False)
         for overlap in (hopper, blackwell):  # refused before anything is sent
-            with pytest.raises(NotImplementedError, match="overlap: given True.*--enable-single-batch-overlap"):
+            with pytest.raises(NotImplementedError, match="overlap is True.*--enable-single-batch-overlap"):
                 decode(True, overlap=True, **overlap)
 
 

@@ -250,20 +250,23 @@ def test_events(rank: int, case: Case):
 
 
 MISTAKES = [
-    (dict(previous_event=True), "allocate_on_comm_stream: given False"),
-    (dict(do_zero_padding=True), "do_zero_padding: given True"),
-    (dict(num_experts=0), "num_experts: given 0"),
-    (dict(topk_idx=None), "topk_idx: given NoneType"),
-    (dict(expert_alignment=0), "expert_alignment: given 0"),
-    (dict(handle=()), "handle: given tuple"),
-    (dict(num_sms=-1), "num_sms: given -1"),
+    (dict(previous_event=True), "allocate_on_comm_stream is False"),
+    (dict(do_zero_padding=True), "do_zero_padding is True"),
+    (dict(num_experts=0), "num_experts is 0"),
+    (dict(topk_idx=None), "topk_idx is of type NoneType"),
+    (dict(expert_alignment=0), "expert_alignment is 0"),
+    (dict(handle=()), "handle is of type tuple"),
+    (dict(num_sms=-1), "num_sms is -1"),
 ]
 BESIDE = [
-    (dict(do_cpu_sync=True), "do_cpu_sync: given True"),
-    (dict(num_experts=2 * EXPERTS), "num_experts: given 16"),
-    (dict(expert_alignment=2), "expert_alignment: given 2"),
-    (dict(topk_idx=torch.zeros(2, TOPK)), "topk_idx: given a tensor beside handle"),
-    (dict(cumulative_local_expert_recv_stats=torch.zeros(2)), "cumulative_local_expert_recv_stats: given a tensor"),
+    (dict(do_cpu_sync=True), "do_cpu_sync is True"),
+    (dict(num_experts=2 * EXPERTS), "num_experts is 16"),
+    (dict(expert_alignment=2), "expert_alignment is 2"),
+    (dict(topk_idx=torch.zeros(2, TOPK)), "topk_idx is given beside handle"),
+    (
+        dict(cumulative_local_expert_recv_stats=torch.zeros(2)),
+        "local_expert_recv_stats is given beside handle",
+    ),
 ]
 REFUSED = "engram_write engram_fetch pp_set_config pp_send pp_recv create_agrs_session destroy_agrs_session all_gather "
 REFUSED += "get_engram_storage_size_hint get_pp_buffer_size_hint get_agrs_buffer_size_hint"
@@ -293,10 +296,10 @@ def test_refusals_and_hints(rank: int):
             for name in [*HINTS, "num_qps"]:
                 assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in lines) == 1
             buffer.dispatch(x, handle=handle, num_sms=8)
-            assert lines[-1].endswith("num_sms: given 8; memory that was made before keeps 24 multiprocessors")
+            assert lines[-1].endswith("num_sms is 8; memory that was made before keeps 24 multiprocessors")
             slower = type(buffer)(dist.group.WORLD, num_max_tokens_per_rank=MOST, num_gpu_timeout_secs=7)
             slower.dispatch(**keywords)
-            assert "num_gpu_timeout_secs: given 7; memory that was made before keeps " in lines[-1]
+            assert "num_gpu_timeout_secs is 7; memory that was made before keeps " in lines[-1]
             for name in REFUSED.split():
                 for owner in (buffer, type(buffer)):
                     with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):
@@ -305,12 +308,12 @@ def test_refusals_and_hints(rank: int):
                 type(buffer)(dist.group.WORLD, num_cpu_bytes=1)
             with pytest.raises(NotImplementedError, match="num_scaleout_topk"):
                 buffer.get_theoretical_num_sms(EXPERTS, TOPK, 1)
-            with pytest.raises(ValueError, match="destroy: given a buffer made without explicitly_destroy"):
+            with pytest.raises(ValueError, match="needs a buffer made with explicitly_destroy"):
                 type(buffer)(dist.group.WORLD).destroy()
             hint = type(buffer).get_buffer_size_hint
             assert hint(dist.group.WORLD, 8, 512) % (2 << 20) == 0 < hint(dist.group.WORLD, 8, 512)
             assert hint(dist.group.WORLD, 4096, 7168) > hint(dist.group.WORLD, 4096, 7168, use_fp8_dispatch=True)
-        with pytest.raises(ValueError, match="buffer: given one that was destroyed"):
+        with pytest.raises(ValueError, match="buffer was destroyed"):
             buffer.dispatch(**keywords)
 
 

@@ -194,7 +194,7 @@ def test_the_launcher_says_how_to_use_it(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert [ends(), ends("-m"), ends("--help")] == [2, 2, 0] and capsys.readouterr().out == 3 * "usage\n"
-    assert "given 'nothing.py'" in ends("nothing.py") and "-m: given 'nothing'" in ends("-m", "nothing")
+    assert "is 'nothing.py'" in ends("nothing.py") and "-m is 'nothing'" in ends("-m", "nothing")
 
 
 def test_install_and_uninstall(monkeypatch, folder):
@@ -212,7 +212,7 @@ def test_install_and_uninstall(monkeypatch, folder):
         importlib.import_module("deep_ep")
     (folder / "installed" / "deep_ep.py").write_text("")
     importlib.import_module("deep_ep")
-    with pytest.raises(RuntimeError, match="imported deep_ep, allowed: before"):
+    with pytest.raises(RuntimeError, match="has to come before the program imports deep_ep"):
         d.install()
     del sys.modules["deep_ep"]
 

@@ -47,7 +47,7 @@ def test_a_dispatch_that_waits_raises_it_and_leaves_the_buffer(rank: int):
         for mode in (torch.inference_mode(), contextlib.nullcontext()):
             with mode:
                 if rank == 0:
-                    with pytest.raises(ValueError, match="^is_token_in_rank: ") as raised:
+                    with pytest.raises(ValueError, match="^is_token_in_rank ") as raised:
                         buffer.dispatch(x, **hand_made(routing))
                     assert "destroy" not in str(raised.value)
                 else:
@@ -86,7 +86,7 @@ def test_no_host_waits_so_the_next_operation_raises_it(rank: int, operation: str
                 with pytest.raises(ValueError if rank == 0 else ep.PeerTimeoutError) as raised:
                     buffer.dispatch(rows, **routing, **options)
                 if rank == 0:
-                    raised.match(f"^{name}: .*{TOO_LATE}")
+                    raised.match(f"^{name} .*{TOO_LATE}")
                 else:
                     assert 0 in raised.value.late_ranks
             assert time.monotonic() - begin < 30
@@ -110,7 +110,7 @@ def test_experts_that_do_not_exist(rank: int):
                 with pytest.raises(ValueError, match="^topk_idx\\["):
                     buffer.dispatch(x, **routing)
         without = {name: value for name, value in routing.items() if not name.startswith("topk")}
-        with pytest.raises(ValueError, match="^topk_idx: .*get_dispatch_layout"):
+        with pytest.raises(ValueError, match="^topk_idx .*get_dispatch_layout"):
             buffer.dispatch(x, **without)
 
 
@@ -127,7 +127,7 @@ def test_counts_that_do_not_fit(rank: int):
                 ("num_tokens_per_expert", routed(buffer, idx, weights) | other_expert),
             ]
             for name, routing in wrong:
-                with pytest.raises(ValueError, match=f"^{name}: "):
+                with pytest.raises(ValueError, match=f"^{name} "):
                     buffer.dispatch(x, **routing)
 
 
@@ -139,7 +139,7 @@ def test_a_layout_that_was_changed_in_place_is_not_trusted(rank: int):
             routing = routed(buffer, idx.clone(), weights)
             buffer.dispatch(x, **routing)
             routing[changed].fill_(0 if changed == "is_token_in_rank" else -1)
-            with pytest.raises(ValueError, match="^is_token_in_rank: "):
+            with pytest.raises(ValueError, match="^is_token_in_rank "):
                 buffer.dispatch(x, **routing)
 
 
@@ -147,7 +147,7 @@ def test_a_layout_that_was_changed_in_place_is_not_trusted(rank: int):
 def test_destroy_raises_what_nothing_has_raised(rank: int):
     x, idx, weights = torch.ones(2, 128), torch.tensor([[0, 1], [2, -1]]), torch.ones(2, 2)
     with no_host_sees_values():
-        with pytest.raises(ValueError, match="^is_token_in_rank: "), opened(CASE) as buffer:
+        with pytest.raises(ValueError, match="^is_token_in_rank "), opened(CASE) as buffer:
             buffer.dispatch(x, **hand_made(routed(buffer, idx, weights)), num_worst_tokens=2)
         with opened(CASE) as buffer:
             buffer.dispatch(x, **routed(buffer, idx, weights), num_worst_tokens=2)

@@ -220,7 +220,7 @@ def test_masks_of_a_buffer_without_them(rank: int, case: Case):
         assert status_of(buffer, device_of(case.engine, rank)) == [0] * RANKS
         buffer.low_latency_clean_mask_buffer()
         buffer.low_latency_update_mask_buffer(1, False)
-        with pytest.raises(ValueError, match="^enable_shrink: given False"):
+        with pytest.raises(ValueError, match="made without enable_shrink=True"):
             buffer.low_latency_update_mask_buffer(1, True)
 
 
@@ -258,7 +258,7 @@ def test_a_rank_that_stays_away(rank: int, case: Case, by_hand: bool):
         dist.barrier()
         mask = buffer.low_latency_update_mask_buffer
         if rank == victim:
-            with pytest.raises(ValueError, match=f"rank_to_mask: given {victim}, which is this rank"):
+            with pytest.raises(ValueError, match=f"rank_to_mask is {victim}, which is this rank"):
                 mask(victim, True)
         else:
             if by_hand:
@@ -326,7 +326,7 @@ def test_where_masks_are_impossible(rank: int, case: Case):
         buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)  # nobody knows yet that there are none
         dist.barrier()
         trip_without(buffer, data, rank, case, None)
-        with pytest.raises(NotImplementedError, match="True with 2 nodes, allowed: True on one node"):
+        with pytest.raises(NotImplementedError, match="True on 2 nodes, but needs one node"):
             buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)
 
 

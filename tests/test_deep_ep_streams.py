@@ -76,7 +76,7 @@ def test_what_waits_for_what(streams, before, async_finish, notes):
             streams.notes.append("other work")
         assert streams.notes[-2:] == ["other work", "caller waits for event of comm"]
     else:
-        with pytest.raises(ValueError, match="^event: given None"):
+        with pytest.raises(ValueError, match="^event is None"):
             operation.event.current_stream_wait()
 
 

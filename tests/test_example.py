@@ -111,7 +111,7 @@ def test_wrong_arguments_are_named(args, arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         arguments(*args.split())
     said = capsys.readouterr().err
-    assert exit.value.code == 2 and f"argument {name}: given" in said and value in said
+    assert exit.value.code == 2 and name in said and value in said
 
 
 def test_without_a_gpu_it_takes_the_cpu_and_says_why(arguments, example):

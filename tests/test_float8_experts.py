@@ -195,7 +195,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_sent(rank, engin
             return ep.moe_mlp(buffer, x, idx, weights, w1, w2, quantize=QUANTIZE, max_recv_rows=MAX_RECV_ROWS)
 
         torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="quantize: given 'e4m3_1x128"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="quantize is 'e4m3_1x128"):
             torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
         assert operations_so_far(buffer) == epoch, "something was sent"
         forward(x)

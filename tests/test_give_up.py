@@ -168,7 +168,7 @@ def test_only_the_rank_that_gave_up_is_blamed_and_at_once(rank, engine, ranks_pe
 def test_a_second_thread_is_told(rank, engine):
     with make_buffer(engine=engine) as buffer:
         with buffer._engine.health.operation("combine"):  # as another thread is in
-            with pytest.raises(ValueError, match="^buffer: given while another thread"):
+            with pytest.raises(ValueError, match="^buffer is in use by another thread"):
                 buffer.dispatch(*inputs(rank, device=device(buffer)))
         round_trip(buffer)
 

@@ -66,7 +66,7 @@ def test_stop_frees_once_and_refuses_all(failed):
     assert calls.mock_calls == [call.abort(), call.free()] and health.ended
     for ask in (health.raise_if_ended, lambda: fail_inside(health, OSError())):
         later = error_of(ask)
-        assert type(later) is ValueError and "one that was destroyed" in str(later)
+        assert type(later) is ValueError and "buffer was destroyed" in str(later)
 
 
 class Waiter:
@@ -232,7 +232,7 @@ def test_stop_has_a_limit_while_another_thread_frees(monkeypatch):
         with pytest.raises(RuntimeError, match="Another thread is still freeing"):
             health.stop(Mock(), free)
         health.end(lambda: RuntimeError("late"))
-        assert "one that was destroyed" in str(error_of(lambda: fail_inside(health, OSError())))
+        assert "buffer was destroyed" in str(error_of(lambda: fail_inside(health, OSError())))
         assert not first.done()
         go.set()
         first.result(LONG_S)

@@ -146,7 +146,7 @@ def test_destroy_ends_another_threads_wait(rank, engine, ranks_per_node, name):
     assert left == [[]], "destroy() returned before all was freed"
     assert not isinstance(caught.value, ep.PeerTimeoutError) and buffer.is_destroyed
     tell(f"gone/{buffer.id}")
-    with pytest.raises(ValueError, match="given one that was destroyed"):
+    with pytest.raises(ValueError, match="buffer was destroyed"):
         operation()
 
 
@@ -205,7 +205,7 @@ def test_a_copy_is_destroyed_with_its_original(rank: int, ranks_per_node: int) -
     buffer.destroy()
     operations = lambda: twin.dispatch(*inputs(rank)), lambda: twin.combine(out.x, out.handle)
     for call in (*operations, twin.check, twin.counters):
-        with pytest.raises(ValueError, match="buffer: given one that was destroyed, allowed: a living buffer"):
+        with pytest.raises(ValueError, match="buffer was destroyed"):
             call()
     twin.destroy()
     assert not mappings()

@@ -373,8 +373,8 @@ def test_two_threads_make_buffers_on_two_groups(rank):
 )
 def test_sizes_beyond_any_memory_are_refused_with_the_largest_ones(pools, hidden, tokens):
     (message,) = set(pools(2).run(construct, [dict(hidden=hidden, max_tokens_per_rank=tokens)] * 2))
-    assert message.startswith(f"max_tokens_per_rank: given {tokens} with hidden={hidden}"), message
-    allowed = int(message.partition("allowed: at most ")[2].split()[0])
+    assert message.startswith(f"max_tokens_per_rank is {tokens} with hidden={hidden}"), message
+    allowed = int(message.partition("at most ")[2].split()[0])
     if hidden == 8:  # small rows: the number of partial sums is what is too large
         allowed //= 2
     shape = Shape(1, 2, CONFIG["num_experts"], CONFIG["num_topk"], min(allowed, 2**29), hidden, torch.bfloat16)

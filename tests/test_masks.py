@@ -328,7 +328,7 @@ def test_what_is_refused(rank, engine):
         dict(mask_late_ranks=rank == 0),
     ):
         text = error_of(make_buffer, **(dict(engine=engine, mask_late_ranks=True) | wrong))
-        assert text.startswith("mask_late_ranks: "), text
+        assert text.startswith("mask_late_ranks"), text
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -377,9 +377,9 @@ def test_unmask_drops_hooks(rank, engine):
         old = buffer.dispatch(x, idx, layout="decode", return_hook=True)
         buffer.unmask()
         new = buffer.dispatch(x, idx, layout="decode", return_hook=True)
-        with pytest.raises(ValueError, match="hook: given that of an operation before unmask"):
+        with pytest.raises(ValueError, match="this hook is of an operation before unmask"):
             old.hook()
-        with pytest.raises(ValueError, match="before the hook of the dispatch"):
+        with pytest.raises(ValueError, match="hook.. of the dispatch has to be called before"):
             buffer.combine(new.x, new.handle, weights=weights)
         new.hook()
         buffer.combine(new.x, new.handle, weights=weights)

@@ -144,7 +144,7 @@ def test_the_first_size_is_the_most_of_all_ranks_or_what_is_given(rank: int):
         forward(layer, rank, (20, 3)[rank])
         assert sizes() == [40]
         text = error_of(lambda: forward(layer, rank, 21))
-        assert text.startswith("hidden_states: given 42") and "--ep-dispatcher-max-tokens-per-rank 40" in text
+        assert text.startswith("hidden_states has 42") and "--ep-dispatcher-max-tokens-per-rank 40" in text
         forward(layer, rank, 12)  # nothing was sent, and nobody waits
 
 
@@ -193,7 +193,7 @@ def test_the_size_can_be_given_at_registration(rank: int):
     assert sizes() == [40]
     forward(layer, rank, (3, 20)[rank]).sum().backward()  # one rank alone brings more than at first
     assert sizes() == [40]
-    assert error_of(lambda: forward(layer, rank, 21)).startswith("hidden_states: given 42")
+    assert error_of(lambda: forward(layer, rank, 21)).startswith("hidden_states has 42")
     register(max_tokens_per_rank=50)
     forward(layer, rank, (21, 3)[rank])
     assert sizes() == [40, 50]
@@ -293,7 +293,7 @@ def test_multiprocessors_are_those_of_the_flags(rank: int):
         config = SmsOf019()
         setattr(config, overlap, True)
         assert limits.num_sms(config) is None, overlap
-    for config, given in ((SmsOf016(12, 32), "'moe_hybridep_num_sms': 32"), (SmsOf016(0), "given 0")):
+    for config, given in ((SmsOf016(12, 32), "'moe_hybridep_num_sms': 32"), (SmsOf016(0), "is 0")):
         text = error_of(partial(limits.num_sms, config))
         assert text.startswith("--moe-deepep-num-sms") and given in text, text
 

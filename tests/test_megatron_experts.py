@@ -123,7 +123,7 @@ def test_limited_rows(rank: int):
         assert rows == int(counts.sum()), "Megatron's own experts take no other rows"
     with environment(rank_capacity_factor=0.01, **case.environment), switched_on():
         text = error_of(rows_and_counts)
-        assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
+        assert text.startswith("max_recv_rows is too small") and "but has 1" in text, text
 
 
 def test_the_limit_is_never_more_than_ranks_can_send():

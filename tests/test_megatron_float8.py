@@ -365,7 +365,7 @@ def test_quantised_parameters_are_read_where_they_lie(rank: int):
     with in_float8(), counted() as calls:
         layer = make_float8_layer(parameters=True)
         layer(bfloat16_tokens(rank))
-        one = experts.of(layer.experts)
+        one = experts.experts_of(layer.experts)
         weight, (w1, _) = layer.experts.linear_fc1.weight1, one.weights._kept
         read = [field[1].data_ptr() for field in w1]
         names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
@@ -480,7 +480,7 @@ def test_layers_are_named_with_their_reasons(rank: int):
             layers.append(make_float8_layer(number, dispatcher="alltoall", **bfloat16))
         layers[-1].config.fp8_recipe = "tensorwise"
         grouped = [experts.is_grouped(layer.experts) for layer in layers]
-        ones = [experts.of(layer.experts) for layer in layers]
+        ones = [experts.experts_of(layer.experts) for layer in layers]
         line = said(printed)
     assert grouped == [False] * 10 + [True] * 4
     assert [one.is_float8 for one in ones[10:]] == [False, True, True, False]
@@ -494,7 +494,7 @@ def test_layers_are_named_with_their_reasons(rank: int):
     with in_float8(), environment(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"):
         layer = make_float8_layer(dispatcher="alltoall")
         assert not experts.is_grouped(layer.experts)
-        assert experts.of(layer.experts).why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
+        assert experts.experts_of(layer.experts).why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
 
 
 @on_ranks()
@@ -518,4 +518,4 @@ def test_layers_outside_the_context_run_in_bfloat16(rank: int, monkeypatch):
             patch.setattr(float8, "_manager", lambda: types.SimpleNamespace(is_fp8_enabled=lambda: True))
             assert torch.equal(step(layer, bfloat16_tokens(rank))["output"], in_context)
         assert sent[0][0] == torch.float8_e4m3fn
-        assert not experts.of(other.experts).is_float8, "it has not run inside the context"
+        assert not experts.experts_of(other.experts).is_float8, "it has not run inside the context"

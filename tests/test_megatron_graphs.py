@@ -32,7 +32,7 @@ from lib.megatron_main_grad import ddp_of, iterations, main_grads
 
 from ep_dispatcher import te_version
 from ep_dispatcher.integrations.megatron.dispatcher import buffers, graphs, limits, registration, skipped_step
-from ep_dispatcher.integrations.megatron.grouped_experts.experts import is_grouped, of
+from ep_dispatcher.integrations.megatron.grouped_experts.experts import experts_of, is_grouped
 from ep_dispatcher.moe import grouped_gemm
 
 FACTOR = "--ep-dispatcher-rank-capacity-factor"
@@ -190,7 +190,7 @@ def test_warm_ups_send_nothing(rank: int):
         assert not graphs.is_warm_up()
         text = error_of(lambda: layer(alike))
         (enough,) = re.findall(FACTOR + r" ([\d.]+) is enough for this routing$", text)
-        assert text.startswith("max_recv_rows: too small: rank 0 needs 96 rows, given 48") and enough == "2"
+        assert text.startswith("max_recv_rows is too small: rank 0 needs 96 rows, but has 48") and enough == "2"
     with environment(rank_capacity_factor=float(enough)), switched_on():
         layer(alike)
 
@@ -286,7 +286,7 @@ def test_what_layers_in_graphs_need(rank: int):
         for given in needs_limit:
             build(*given)
             for name in ("variable_seq_lengths", "overlap_moe_expert_parallel_comm"):
-                assert refused(*given, **{name: True}).startswith(f"--{name.replace('_', '-')}: given True")
+                assert refused(*given, **{name: True}).startswith(f"--{name.replace('_', '-')} is True")
 
     # Whose weights autograd sees one of: not with a graph of the whole iteration, which has the hooks in it.
     for impl, modules, of_layers in (
@@ -313,7 +313,7 @@ def test_experts_that_run_megatrons_way_are_refused_in_graphs(rank: int):
         for captured in (False, True):
             with megatron_captures(captured):
                 text = error_of(lambda: layer(tokens_of(rank)))
-            assert text.startswith("--cuda-graph-impl: given local, whose graphs contain layer 3's dispatch"), text
+            assert text.startswith("layer 3's dispatch is inside a CUDA graph (--cuda-graph-impl local)"), text
         assert "activation_func is tanh" in printed.getvalue() or rank > 0
 
 
@@ -326,7 +326,7 @@ def test_hooks_of_transformer_engines_warm_up_do_not_count(rank: int):
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
-            assert is_grouped(layer.experts) and of(layer.experts).why_no_overlap is None
+            assert is_grouped(layer.experts) and experts_of(layer.experts).why_no_overlap is None
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_a_layer_in_cuda_graphs_is_the_eager_layer(rank: int):
             weight[:2] = 1
         graphed(alike.requires_grad_()).sum().backward()
         text = error_of(graphs.check_replays)
-        assert "rank 0 needs 96 rows, given 77" in text and f"{FACTOR} 2 is enough" in text, text
+        assert "rank 0 needs 96 rows, but has 77" in text and f"{FACTOR} 2 is enough" in text, text
         with torch.no_grad():
             weight.copy_(kept)
         forget_grads(layer)

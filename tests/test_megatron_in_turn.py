@@ -130,10 +130,13 @@ def test_a_job_runs_through_the_launcher_that_it_names(script):
 @pytest.mark.parametrize(
     "given,said",
     [
-        (["--job", "no colon", "--ranks", "2"], "allowed: 'NAME: [VARIABLE=VALUE ...] [-m MODULE] [ARGUMENT ...]'"),
-        (["--job", "a: -m", "--ranks", "2"], "given 'a: -m', allowed: 'NAME: [VARIABLE=VALUE ...] [-m MODULE]"),
-        (["--job", "a:", "--job", "a:", "--ranks", "2"], "given the names a, a, allowed: each name once"),
-        (["--job", "a:", "--ranks", "0"], "--ranks: given '0', allowed: "),
+        (
+            ["--job", "no colon", "--ranks", "2"],
+            "but has to be 'NAME: [VARIABLE=VALUE ...] [-m MODULE] [ARGUMENT ...]'",
+        ),
+        (["--job", "a: -m", "--ranks", "2"], "it is 'a: -m', but has to be 'NAME: [VARIABLE=VALUE ...] [-m MODULE]"),
+        (["--job", "a:", "--job", "a:", "--ranks", "2"], "has the names a, a"),
+        (["--job", "a:", "--ranks", "0"], "it is '0', but has to be "),
     ],
 )
 def test_refused(script, capsys, given, said):

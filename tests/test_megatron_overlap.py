@@ -86,7 +86,7 @@ def test_errors_are_those_of_the_dispatch_and_the_next_pass_is_right(rank: int):
         wanted = step(layer, tokens_of(rank))["output"]
         with environment(rank_capacity_factor=0.01):
             text = error_of(lambda: layer(tokens_of(rank)))
-            assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
+            assert text.startswith("max_recv_rows is too small") and "but has 1" in text, text
         if not on_gpu():
             assert torch.equal(step(layer, tokens_of(rank))["output"], wanted)
 
@@ -103,7 +103,7 @@ def test_all_ranks_of_a_group_run_in_two_parts_or_none(rank: int, refusing: int)
         for number, layer in enumerate((*layers, *layers)):
             layer(tokens_of(rank))
             assert len(runs) == ((0, 1, 1, 2) if is_refused else (1, 2, 3, 4))[number]
-        ones = [experts.of(layer.experts) for layer in layers]
+        ones = [experts.experts_of(layer.experts) for layer in layers]
         assert ones[1].why_no_overlap is None and [list(one.agreed.values()) for one in ones] == [
             [not is_refused],
             [True],

@@ -404,7 +404,7 @@ def test_one_rank_with_a_bias_is_refused():
     from ep_dispatcher.tools.parity import arguments
 
     machine = dict(num_ranks=1, cpu=True, transformer_engine=False)
-    with pytest.raises(arguments.Refused, match="--expert-model-parallel-size: given 1, .*--disable-bias-linear"):
+    with pytest.raises(arguments.Refused, match="--expert-model-parallel-size is 1, .*--disable-bias-linear"):
         arguments.parse([], "", **machine)
     arguments.parse(["--disable-bias-linear"], "", **machine)
 

@@ -423,17 +423,17 @@ def test_what_cannot_be_supported_is_refused_by_its_flag_when_the_layer_is_built
         text = error_of(lambda: make_layer(config))
         assert text.startswith(given), text
 
-    refused("--moe-router-topk: given", num_moe_experts=128, moe_router_topk=65)
-    refused("--hidden-size: given", hidden_size=42, num_attention_heads=2)
-    refused("--hidden-size: given", hidden_size=36, bf16=True, params_dtype=torch.bfloat16)
-    refused("--params-dtype: given", params_dtype=torch.float64)
+    refused("--moe-router-topk is", num_moe_experts=128, moe_router_topk=65)
+    refused("--hidden-size is", hidden_size=42, num_attention_heads=2)
+    refused("--hidden-size is", hidden_size=36, bf16=True, params_dtype=torch.bfloat16)
+    refused("--params-dtype is", params_dtype=torch.float64)
     with plain_latent_projections():
-        refused("--moe-latent-size: given", moe_latent_size=18)
+        refused("--moe-latent-size is", moe_latent_size=18)
     make_layer(make_config(num_moe_experts=64, moe_router_topk=64))
     text = error_of(lambda: limits.check(make_config(), 3, expert_tp=1, num_ranks=2))
-    assert text.startswith("--num-experts: given 8")
+    assert text.startswith("--num-experts 8 cannot be divided")
     use_layout(Layout(ep=1, etp=2))
-    refused("--moe-router-topk: given 33 x --expert-tensor-parallel-size 2", num_moe_experts=64, moe_router_topk=33)
+    refused("--moe-router-topk is 33 x --expert-tensor-parallel-size 2", num_moe_experts=64, moe_router_topk=33)
     make_layer(make_config(num_moe_experts=64, moe_router_topk=32))
 
 
@@ -455,7 +455,7 @@ def test_fields_that_would_be_ignored_are_refused_by_their_flags(rank: int, monk
         default = getattr(config, name)
         setattr(config, name, value)
         text = error_of(partial(make_layer, config))
-        assert text.startswith(f"--{name.replace('_', '-')}: given {value}, allowed: {default}"), text
+        assert text.startswith(f"--{name.replace('_', '-')} is {value}, but has to be {default}"), text
 
 
 @on_ranks()

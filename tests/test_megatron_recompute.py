@@ -4,11 +4,11 @@ import contextlib
 import gc
 import sys
 import types
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
-from conftest import exhaustive
+from conftest import engine_classes, exhaustive
 from lib.megatron_layer import (
     assert_agree,
     assert_same_bits,
@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_dispatcher as ep
 from ep_dispatcher import recompute
-from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.integrations.megatron import register, unregister
 from ep_dispatcher.integrations.megatron.dispatcher.recompute import Checkpointed
 
@@ -132,9 +131,9 @@ def test_parts_use_the_plans_of_their_forward_pass(rank: int, monkeypatch, rank_
 
     xs = [tokens_of(rank, step) for step in range(2)]
     wanted = one_by_one(xs)
-    has_plan, run = [], CpuEngine.dispatch
+    has_plan = []
 
-    def note(engine, request):
+    def note(run, engine, request):
         has_plan.append(request.plan is not None)
         return run(engine, request)
 
@@ -147,7 +146,8 @@ def test_parts_use_the_plans_of_their_forward_pass(rank: int, monkeypatch, rank_
             stack.enter_context(Observer())
         if rank == 1 and rank_1 == "changed":
             layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *given: None)
-        monkeypatch.setattr(CpuEngine, "dispatch", note)
+        for kind in engine_classes():
+            monkeypatch.setattr(kind, "dispatch", partialmethod(partial(note, kind.dispatch)))
         flying = [Microbatch(layer, x) for x in xs]
         assert has_plan == [False] * 4
         found = [one.backward(may_wait=True) for one in flying]  # loops over experts in float32 do
@@ -220,7 +220,7 @@ def test_another_number_of_tokens_in_a_recompute_is_an_error(rank: int, monkeypa
     monkeypatch.setattr(type(layer.token_dispatcher), "dispatch_preprocess", without_checks)
     text = error_of(flying.backward)
     monkeypatch.undo()
-    assert text.startswith("layer 3, microbatch 1, recompute: topk_idx: given 23 tokens, allowed: 24 tokens"), text
+    assert text.startswith("layer 3, microbatch 1, recompute: topk_idx is 23 tokens, but has to be 24 tokens"), text
     Microbatch(layer, tokens_of(rank)).backward()  # nothing was sent
 
 

@@ -154,4 +154,4 @@ def test_arguments_left_at_their_defaults(monkeypatch):
 )
 def test_mistakes_are_those_of_a_buffer(argument, most, wrong):
     text = assert_refused(argument, ep.buffer_bytes, **EP8 | wrong)
-    assert most in text.partition("allowed: at ")[2]
+    assert most in text

@@ -114,6 +114,6 @@ def test_long_rows_cross_in_pieces(pools, engine, num_ranks, ranks_per_node, row
 @on_ranks(4)
 def test_nodes_that_the_engine_cannot_serve(rank, engine, hosts, options, argument):
     sizes = dict(hidden=64, num_experts=8, num_topk=2, max_tokens_per_rank=8)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"^{argument}: given "):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"^{argument} "):
         patch.setattr(buffer_module, "host_id", lambda: hosts[rank])
         ep.Buffer(engine=engine, **sizes, **options)

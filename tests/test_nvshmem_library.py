@@ -76,7 +76,7 @@ def test_a_mixture_is_refused_with_the_versions_and_the_fix(library, look, devic
     paths = [library(f"copy{i}", version) for i, version in enumerate(hosts)]
     found = look(device, *paths)
     error = found.stderr.splitlines()[-1]
-    assert found.returncode != 0 and error.startswith(f"ValueError: NVSHMEM: given device library {device} "), error
+    assert found.returncode != 0 and error.startswith(f"ValueError: NVSHMEM has device library {device} "), error
     assert all(f"{version} ({path})" in error for version, path in zip(hosts, paths)), error
     assert f"NVSHMEM_HOME={Path(paths[-1]).parents[1]} " in error
 
@@ -111,7 +111,7 @@ def test_the_doctor_says_the_same(monkeypatch, package, library):
     assert doctors_finding().found == "_C_nvshmem.py, NVSHMEM 3.4.5"
     monkeypatch.setenv("LD_PRELOAD", library("pytorch", "3.8.0"))
     finding = doctors_finding()
-    assert finding.state == "optional" and "ValueError: NVSHMEM: given device library 3.4.5" in finding.found, finding
+    assert finding.state == "optional" and "ValueError: NVSHMEM has device library 3.4.5" in finding.found, finding
 
 
 @pytest.mark.exhaustive
@@ -126,7 +126,7 @@ def test_a_host_library_too_old_to_load_the_module(monkeypatch, package, library
     path = library("pytorch", "3.4.5")
     monkeypatch.setenv(variable, path if variable == "LD_PRELOAD" else str(Path(path).parent))
     found = doctors_finding().found
-    assert "ValueError: NVSHMEM: given device library 3.8.0" in found and "host library 3.4.5 " in found, found
+    assert "ValueError: NVSHMEM has device library 3.8.0" in found and "host library 3.4.5 " in found, found
     assert f"NVSHMEM_HOME={Path(path).parents[1]} " in found
 
 

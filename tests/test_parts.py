@@ -99,7 +99,7 @@ def test_an_error_of_either_part_comes_before_anything_is_sent(rank: int) -> Non
                 assert_refused("topk_idx[4, 1]", ep.moe_mlp, buffer, x, bad, *others, num_parts=2)
         assert operations_so_far(buffer) == epoch, "something was sent"
         text = error_of(ep.moe_mlp, buffer, x, idx, *others, num_parts=2, max_recv_rows=1)
-        assert text.startswith("max_recv_rows: too small"), text
+        assert text.startswith("max_recv_rows is too small"), text
 
 
 # ---- order of launches, with stand-ins for streams ------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_after_a_bad_entry_in_either_part_the_buffer_goes_on(rank: int) -> None:
         for token, of_part in ((17, 17), (1067, 17)):
             wrong = idx.clone()
             wrong[token, 2] = 10_000
-            with pytest.raises(ValueError, match=rf"topk_idx\[{of_part}, 2\]: given 10000"):
+            with pytest.raises(ValueError, match=rf"topk_idx\[{of_part}, 2\] is 10000"):
                 ep.moe_mlp(buffer, x, wrong, *others)
             plain, found = run_layer(buffer, (x, idx, *others), overlap=False), run_layer(buffer, (x, idx, *others))
             assert_same(plain, found, "afterwards")

@@ -207,14 +207,14 @@ class Changed(nn.Module):
 @pytest.mark.parametrize(
     "how, text",
     [
-        ("experts", rf"{OF_PASS}, dispatch 2, recompute: topk_idx\[\d+, \d\]: given \d, allowed: \d, "),
-        ("tokens", rf"{OF_PASS}, dispatch 2, recompute: topk_idx: given 19 tokens, allowed: 20 "),
-        ("more", f"number of dispatches: given 3 in a recompute, allowed: 2, as in {OF_PASS}"),
-        ("fewer", f"number of dispatches: given 1 in a recompute, allowed: 2, as in {OF_PASS}"),
-        ("buffer", "buffer: given Buffer.*, allowed: Buffer"),
-        ("layout", "layout: given rank, allowed: expert, as in the forward pass"),
-        ("limit", "max_recv_rows: given 120, allowed: None, as in the forward pass"),
-        ("alignment", "expert_alignment: given 2, allowed: 1, as in the forward pass"),
+        ("experts", rf"{OF_PASS}, dispatch 2, recompute: topk_idx\[\d+, \d\] is \d, but has to be \d, "),
+        ("tokens", rf"{OF_PASS}, dispatch 2, recompute: topk_idx is 19 tokens, but has to be 20 "),
+        ("more", f"the number of dispatches is 3 in a recompute, but has to be 2, as in {OF_PASS}"),
+        ("fewer", f"the number of dispatches is 1 in a recompute, but has to be 2, as in {OF_PASS}"),
+        ("buffer", "buffer is Buffer.*, but has to be Buffer"),
+        ("layout", "layout is rank, but has to be expert, as in the forward pass"),
+        ("limit", "max_recv_rows is 120, but has to be None, as in the forward pass"),
+        ("alignment", "expert_alignment is 2, but has to be 1, as in the forward pass"),
     ],
 )
 @on_ranks(2)

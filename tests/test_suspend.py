@@ -114,7 +114,7 @@ def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(rank: int, e
     buffer = make_large(engine)
     _, out, _ = fill(buffer)
     x, idx, weights = inputs(rank, device=device(buffer))
-    assert "given one that is not suspended" in assert_refused("buffer", buffer.resume)
+    assert "is not suspended" in assert_refused("buffer", buffer.resume)
     hooked = buffer.dispatch(x, idx, layout="decode", return_hook=True)
     assert_refused("hook", buffer.suspend)
     hooked.hook()
@@ -129,7 +129,7 @@ def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(rank: int, e
         buffer.check,
         buffer.suspend,
     ):
-        assert "given one that is suspended" in assert_refused("buffer", operation)
+        assert "is suspended" in assert_refused("buffer", operation)
     assert buffer.counters() == before
     buffer.resume()  # nothing of this has brought the ranks out of step
     round_trip(buffer)
@@ -137,14 +137,14 @@ def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(rank: int, e
     buffer.destroy()
     assert not buffer.is_suspended and repr(buffer).endswith("destroyed)")
     for change in (buffer.suspend, buffer.resume):
-        assert "given one that was destroyed" in error_of(change)
+        assert "was destroyed" in error_of(change)
 
 
 @on_ranks(2)
 def test_all_ranks_say_alike_whether_it_can_be_suspended(rank: int, engine: str) -> None:
     with make_buffer(engine=engine) as buffer:
         for change in (buffer.suspend, buffer.resume):
-            assert "given one that cannot be suspended" in assert_refused("buffer", change)
+            assert "cannot be suspended" in assert_refused("buffer", change)
         assert not buffer.is_suspended
         round_trip(buffer)
     text = error_of(make_buffer, engine=engine, suspendable=rank == 1)
@@ -248,6 +248,7 @@ def test_two_buffers_take_turns(rank, engine):
             fill_again(large, *filled)
     buffers = dict(max_tokens_per_rank=TOKENS), of_other
     sizes = [ep.buffer_bytes(num_ranks=2, engine=engine, **CONFIG | changes).region_bytes for changes in buffers]
+    levels = levels[2:]  # in the first turn, GPUs load kernels
     assert max(levels) - min(levels) < 2 * sum(sizes)
     if engine == "cpu":  # of both ranks; never both buffers at once
         assert max(levels) <= 2 * max(sizes) + 64 * PAGE

@@ -138,7 +138,7 @@ def test_where_a_rank_lacks_the_package_all_say_what_to_install(rank):
         with pytest.raises(ValueError) as caught, Gather(dist.group.WORLD, LONG_S) as gather:
             regions.regions_of(config_of_ranks(gather), "peer")
         text = str(caught.value)
-        assert text.startswith("suspendable: given True, ") and "pip install 'cuda-bindings==12.*'" in text
+        assert text.startswith("suspendable is True, ") and "pip install 'cuda-bindings==12.*'" in text
         assert text.endswith("(on rank 1)") == (len(lacking) == 1)
 
 

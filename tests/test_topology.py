@@ -50,7 +50,7 @@ def test_nodes_are_the_hosts_or_forced(host_of, ranks_per_node, expected):
 def test_hosts_that_cannot_be_split_are_the_same_error_whichever_rank_asks(argument, host_of, ranks_per_node):
     make = lambda rank: Topology.make(rank, list(host_of), ranks_per_node)  # noqa: E731
     (text,) = {error_of(make, rank) for rank in range(len(host_of))}
-    assert text.startswith(f"{argument}: ")
+    assert text.startswith(argument)
 
 
 @pytest.mark.parametrize("host_of,ranks_per_node", [("AAAA", None), ("ABAB", None), ("AAAAAA", 2), ("AABB", 1)])
@@ -97,5 +97,5 @@ def fails_on_hosts(rank, host_of, ranks_per_node):
 @pytest.mark.parametrize("host_of,ranks_per_node", [("AABA", None), ("ABAB", 2)])
 def test_hosts_that_cannot_be_split_are_the_same_error_on_every_rank(pools, host_of, ranks_per_node):
     (message,) = set(pools(4).run(fails_on_hosts, host_of, ranks_per_node))
-    assert message.startswith("group: " if ranks_per_node is None else "ranks_per_node: given 2")
+    assert message.startswith("group has " if ranks_per_node is None else "ranks_per_node is 2")
     pools(4).run(on_hosts, "AAAA", None, ((0, 1, 2, 3),))

@@ -181,9 +181,9 @@ def refused(rank: int, folder, layout: dict, dtype: torch.dtype, limit: str | No
 @pytest.mark.parametrize(
     "layout, dtype, limit, experts, text",
     [
-        (BATCHES, torch.float64, None, 8, "dtype: given torch.float64, allowed: "),
+        (BATCHES, torch.float64, None, 8, "dtype is torch.float64, but has to be "),
         (BATCHES, torch.float32, "4", 8, "5 tokens on rank"),
-        (BATCHES, torch.float32, "none", 8, "EP_DISPATCHER_MAX_TOKENS_PER_RANK: given 'none', allowed: an integer"),
+        (BATCHES, torch.float32, "none", 8, "EP_DISPATCHER_MAX_TOKENS_PER_RANK is 'none', but has to be an integer"),
         (BATCHES, torch.float32, None, 6, "evenly shard 6 experts across 4"),
         (dict(fsdp_size=4, ep_size=3), torch.float32, None, 8, "`ep_size` must divide"),
     ],
@@ -222,7 +222,7 @@ def test_without_the_interface_register_says_what_is_needed(monkeypatch):
     from ep_dispatcher.integrations.transformers import register
 
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
-    with pytest.raises(ImportError, match="allowed: transformers 5.24"):
+    with pytest.raises(ImportError, match="transformers 5.24 is needed"):
         register()
 
 

@@ -1,7 +1,6 @@
 // Reads requests of Python (ep_dispatcher/request.py), and the tensors of their results, as arguments of the engine.
 // This file knows Python's names of fields; the engine does not.
 #pragma once
-#include <string>
 #include <string_view>
 
 #include "bindings.h"
@@ -29,8 +28,7 @@ struct Names {
   // Fields of Received and Combined that are no fields of requests.
   Name tokens_per_expert = made("tokens_per_expert"), rows_per_expert = made("rows_per_expert"), x = made("x");
   // Methods of tensors.
-  Name data_ptr = made("data_ptr"), get_device = made("get_device"), size = made("size"),
-       element_size = made("element_size"), device = made("device");
+  Name data_ptr = made("data_ptr"), size = made("size"), element_size = made("element_size");
 };
 
 inline pybind11::object checked(PyObject* result) {
@@ -73,14 +71,6 @@ class TensorRef {
     const Address address = static_cast<Address>(call(Names::get().data_ptr));
     return pointer<T>(address != 0 ? address : kAny);
   }
-  // Refuse a tensor of another device than the engine's, which `argument` has brought.
-  const TensorRef& on(int device, const char* argument) const {
-    if (!*this || call(Names::get().get_device) == device) return *this;
-    const std::string given = pybind11::str(field(tensor_, Names::get().device));
-    const std::string allowed = "tensors on cuda:" + std::to_string(device);
-    pybind11::module_::import("ep_dispatcher.checks").attr("fail")(argument, "a tensor on " + given, allowed);
-    return *this;  // never: fail() raises
-  }
 
  private:
   int64_t call(const pybind11::object& method) const {
@@ -107,9 +97,8 @@ inline int32_t* plan_of(pybind11::handle request, pybind11::handle result) {
 }
 
 // Read what every dispatch has from a DispatchRequest and its Received. In the first of two launches `received` may
-// have no rows yet. ValueError for a tensor of another device.
-inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::handle received, int device,
-                      RowArgs& args) {
+// have no rows yet.
+inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::handle received, RowArgs& args) {
   const Names& names = Names::get();
   args.layout = layout_of(request);
   args.expert_alignment = static_cast<int32_t>(int_field(request, names.expert_alignment));
@@ -121,10 +110,9 @@ inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::
   // What this rank sends.
   const TensorRef rows(request, names.rows), scales(request, names.scales);
   const std::string_view quantize = text_field(request, names.quantize);
-  args.rows = rows.on(device, "x").address<const char>();
-  args.scales = scales.on(device, "x[1]").address<const float>();
-  args.topk_idx = TensorRef(request, names.topk_idx).on(device, "topk_idx").address<const int64_t>();
-  TensorRef(request, names.plan).on(device, "handle");
+  args.rows = rows.address<const char>();
+  args.scales = scales.address<const float>();
+  args.topk_idx = TensorRef(request, names.topk_idx).address<const int64_t>();
   args.num_tokens = static_cast<int32_t>(rows.size(0));
   const auto hidden = static_cast<uint32_t>(rows.size(1));
   args.quantizes = !quantize.empty();
@@ -144,12 +132,11 @@ inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::
   if (!args.message_rows) args.message_rows = message_rows_of(received);
 }
 
-inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received,
-                                  int device) {
+inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received) {
   const Names& names = Names::get();
   DispatchArgs args;
-  read_rows(engine, request, received, device, args);
-  args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
+  read_rows(engine, request, received, args);
+  args.topk_weights = TensorRef(request, names.topk_weights).address<const float>();
   args.out_weights = TensorRef(received, names.topk_weights).address<float>();
   args.out_topk_idx = TensorRef(received, names.topk_idx).address<int64_t>();
   args.out_tokens_per_expert = TensorRef(received, names.tokens_per_expert).address<int64_t>();
@@ -158,22 +145,20 @@ inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request
 }
 
 inline DecodeDispatchArgs read_decode_dispatch(const Engine& engine, pybind11::handle request,
-                                               pybind11::handle received, int device) {
+                                               pybind11::handle received) {
   const Names& names = Names::get();
   DecodeDispatchArgs args;
-  read_rows(engine, request, received, device, args);
+  read_rows(engine, request, received, args);
   args.packs_scales = field(request, names.packs_scales).ptr() == Py_True;
   args.out_counts = TensorRef(received, names.tokens_per_expert).address<int32_t>();
   return args;
 }
 
-// Read what every combine has from a CombineRequest and its Combined. ValueError for a tensor of another device.
-inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::handle combined, int device,
-                      SumArgs& args) {
+// Read what every combine has from a CombineRequest and its Combined.
+inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::handle combined, SumArgs& args) {
   const Names& names = Names::get();
   const Engine::Blocks& blocks = engine.blocks(layout_of(request));
-  args.y = TensorRef(request, names.y).on(device, "y").address<const char>();
-  TensorRef(request, names.plan).on(device, "handle");
+  args.y = TensorRef(request, names.y).address<const char>();
   args.out = TensorRef(combined, names.x).address<char>();
   args.num_tokens = static_cast<int32_t>(int_field(request, names.num_tokens));
   args.wait_ns = engine.wait_ns(Operation::kCombine);
@@ -182,20 +167,20 @@ inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::
   args.message_rows = message_rows_of(request);
 }
 
-inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined, int device) {
+inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined) {
   const Names& names = Names::get();
   CombineArgs args;
-  read_sums(engine, request, combined, device, args);
-  args.topk_weights = TensorRef(request, names.topk_weights).on(device, "topk_weights").address<const float>();
+  read_sums(engine, request, combined, args);
+  args.topk_weights = TensorRef(request, names.topk_weights).address<const float>();
   args.out_weights = TensorRef(combined, names.topk_weights).address<float>();
   return args;
 }
 
-inline DecodeCombineArgs read_decode_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined,
-                                             int device) {
+inline DecodeCombineArgs read_decode_combine(const Engine& engine, pybind11::handle request,
+                                             pybind11::handle combined) {
   DecodeCombineArgs args;
-  read_sums(engine, request, combined, device, args);
-  args.combine_weights = TensorRef(request, Names::get().weights).on(device, "weights").address<const float>();
+  read_sums(engine, request, combined, args);
+  args.combine_weights = TensorRef(request, Names::get().weights).address<const float>();
   return args;
 }
 

@@ -32,7 +32,7 @@ def refuse_elsewhere(**arguments: object) -> None:
         default = _DEFAULTS.get(argument)
         if value is not default and value != default:
             given = "a tensor" if isinstance(value, Tensor) else repr(value)
-            checks.fail(argument, given, f"{default!r}: only layout='decode' has another one")
+            checks.refuse(f"{argument} is {given}, which only layout='decode' takes")
 
 
 def refuse_asynchronous(sends_only: bool, async_finish: bool) -> None:
@@ -59,14 +59,16 @@ def check_dispatch(
     num_rows = config.num_local_experts * config.topology.num_ranks * config.max_tokens_per_rank
     if num_rows > checks.MAX_INT:
         given = f"{config.max_tokens_per_rank} and layout='decode', for which a rank has {num_rows} rows"
-        checks.fail("max_tokens_per_rank", given, f"what makes at most {checks.MAX_INT} rows")
+        checks.refuse(f"max_tokens_per_rank is {given}; at most {checks.MAX_INT} are allowed")
     checks.one_of("scale_format", scale_format, SCALE_FORMATS[is_mx:])
     if scale_format == "ue8m0" and not is_mx:  # its scales are made here, and fill whole integers
         if quantize is None:
-            checks.fail("scale_format", "'ue8m0' without quantize", "it with quantize")
+            checks.refuse("scale_format is 'ue8m0', which needs quantize")
         block = float8.BLOCK * float8.SCALES_OF_INT
         if config.hidden % block:
-            checks.fail("scale_format", f"'ue8m0' with hidden={config.hidden}", f"it with a multiple of {block}")
+            checks.refuse(
+                f"scale_format is 'ue8m0', which needs a hidden that is a multiple of {block}; it is {config.hidden}"
+            )
     return num_rows
 
 

@@ -37,7 +37,7 @@ class Masks:
 
         def settled() -> int:
             if self._health.is_busy:
-                checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
+                checks.refuse("buffer is in use by another thread: one operation at a time")
             self._health.raise_if_ended(ended=self.is_out)
             return settle()
 

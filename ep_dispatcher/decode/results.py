@@ -45,8 +45,8 @@ class Hook:
         if self._is_received:
             return
         if self._engine.sent is not self._sent:
-            checks.fail("hook", "that of an operation before unmask()", "that of a later one: it was dropped")
+            checks.refuse("this hook is of an operation before unmask(), which dropped it")
         self._engine.receive()
-        self._is_received = True
+        self._is_received, self._sent = True, None  # the operation holds tensors
         if self._sums is not None and self._out is not None:
             complete_out(self._sums, self._out)

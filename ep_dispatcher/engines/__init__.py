@@ -48,7 +48,7 @@ def choose(engine: str) -> str:
         return "cpu" if cuda_problem() else "cuda"
     checks.one_of("engine", engine, ("auto", "cpu", "cuda"))
     if engine == "cuda" and (problem := cuda_problem()):
-        checks.fail("engine", "'cuda'", f"'auto', 'cpu', because {problem}")
+        checks.fail("engine", "'cuda'", f"'auto' or 'cpu', because {problem}")
     return engine
 
 

@@ -86,7 +86,7 @@ class Engine(Protocol):
     def refuse_unreceived(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""
         if self.sent is not None and not self.health.ended:
-            checks.fail("hook", f"a {operation} before the hook of the {self.sent.operation}", "that hook() first")
+            checks.refuse(f"hook() of the {self.sent.operation} has to be called before the {operation}")
 
     def dispatch(self, request: DispatchRequest) -> Received:
         """Send rows to the ranks of their experts, and receive."""

@@ -59,7 +59,7 @@ class Operation:
         try:
             with health._lock:  # noqa: SLF001
                 if health._inside is not None:  # noqa: SLF001
-                    checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
+                    checks.refuse("buffer is in use by another thread: one operation at a time")
                 health._inside = self  # noqa: SLF001
             # Check again: from here on nothing is freed before this operation leaves.
             health.raise_if_ended(suspended=self.suspended, ended=self.ended)
@@ -129,16 +129,16 @@ class Health:
     def raise_if_ended(self, *, suspended: bool = False, ended: bool = False) -> None:
         """Raise if the buffer has ended (unless ``ended``), or if it is suspended and should not be, or vice versa."""
         if os.getpid() != self._pid:
-            checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
+            checks.refuse("buffer was made in the parent process and cannot be used after a fork: make a new one here")
         if self.is_stopped:
-            checks.fail("buffer", "one that was destroyed", "a living buffer")
+            checks.refuse("buffer was destroyed")
         failure = self._failure
         if failure is not None and not ended:
             raise failure()
         if self.suspended and not suspended:
-            checks.fail("buffer", "one that is suspended", "a buffer after resume()")
+            checks.refuse("buffer is suspended: call resume() first")
         if suspended and not self.suspended:
-            checks.fail("buffer", "one that is not suspended", "a buffer after suspend()")
+            checks.refuse("buffer is not suspended")
 
     def end(self, failure: Callable[[], Exception], *, replace: bool = False) -> None:
         """End the buffer's use and abort. The first failure stays, unless a later one comes with ``replace``."""

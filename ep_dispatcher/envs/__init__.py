@@ -37,7 +37,7 @@ class Switch(Generic[Value]):
         try:
             return self.parse(text)
         except (ValueError, KeyError):
-            raise ValueError(f"{self.name}: given {text!r}, allowed: {self.allowed}") from None
+            raise ValueError(f"{self.name} is {text!r}, but has to be {self.allowed}") from None
 
 
 def _one_of(*names: str) -> tuple[str, Callable[[str], str]]:

@@ -25,7 +25,7 @@ def launch(launcher: str, usage: str, prepare: Callable[[], None]) -> None:
     program = sys.argv[0]
     if not is_module:
         if not os.path.isfile(program):
-            sys.exit(f"{launcher}: program: given {program!r}, allowed: {allowed}")
+            sys.exit(f"{launcher}: program is {program!r}, but has to be {allowed}")
         # As `python program.py` does: what lies beside the program comes first. `python -m` has the current folder
         # there, as now; with `python -P` there is neither.
         if not getattr(sys.flags, "safe_path", False):
@@ -36,7 +36,7 @@ def launch(launcher: str, usage: str, prepare: Callable[[], None]) -> None:
     elif _exists(program):
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
-        sys.exit(f"{launcher}: -m: given {program!r}, which is no module that Python finds, allowed: {allowed}")
+        sys.exit(f"{launcher}: -m is {program!r}, which is no module that Python finds; it has to be {allowed}")
 
 
 def _exists(module: str) -> bool:

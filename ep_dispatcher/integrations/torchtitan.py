@@ -326,7 +326,7 @@ def selective_ac(cfg: SelectiveAC.Config) -> EPSelectiveAC.Config:
         ours = (
             "SelectiveAC.Config; add torch.ops.ep_dispatcher.dispatch.default and combine.default to get_save_ops there"
         )
-        checks.fail("activation_checkpoint", type(cfg).__qualname__, ours)
+        checks.fail("activation_checkpoint", f"a {type(cfg).__qualname__}", f"a {ours}")
     return derive(cfg, EPSelectiveAC.Config)
 
 
@@ -407,7 +407,7 @@ class EPMetricsProcessor(MetricsProcessor):
                     num_labels, num_experts = max(num_labels, label + 1), max(num_experts, dispatcher.num_experts)
         num_labels, num_experts = agree.largest_in_job(num_labels, num_experts)
         if not num_experts:
-            checks.fail("metrics", "a model without this token dispatcher", f"one with {__name__}.token_dispatcher too")
+            checks.refuse(f"metrics need a model with {__name__}.token_dispatcher, and this one has none")
         self.sums.grow(num_labels, num_experts)
 
 
@@ -416,5 +416,5 @@ def metrics(cfg: MetricsProcessor.Config) -> EPMetricsProcessor.Config:
     """Replace the metrics processor. ValueError for a subclass, whose own methods would be lost."""
     if type(cfg) is not MetricsProcessor.Config:
         ours = "MetricsProcessor.Config; derive your class from EPMetricsProcessor instead, without this override"
-        checks.fail("metrics", type(cfg).__qualname__, ours)
+        checks.fail("metrics", f"a {type(cfg).__qualname__}", f"a {ours}")
     return derive(cfg, EPMetricsProcessor.Config)

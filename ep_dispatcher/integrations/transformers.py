@@ -44,7 +44,7 @@ def register() -> None:
         from transformers.distributed.expert_parallel import EPImplementationInterface
         from transformers.integrations.moe import _default_apply_gate, _grouped_linear  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"transformers: {error}; allowed: transformers 5.24, or newer if laid out alike") from error
+        raise ImportError(f"transformers: {error}; transformers 5.24 is needed, or newer if laid out alike") from error
     EPImplementationInterface.register(NAME, EPDispatcher)
 
 

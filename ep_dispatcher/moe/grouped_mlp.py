@@ -151,7 +151,7 @@ def grouped_mlp(
     for rows, row_weights, ends in sets:
         if isinstance(rows, tuple):
             if options.get("float8") is None:
-                checks.fail("sets", "quantised rows", "rows of the parameters' dtype, unless float8 is given")
+                checks.refuse("sets has quantised rows, which need float8")
             float8_gemm.check_pair("sets", rows, parameters.w1[0].shape[1])
             given += [getattr(rows, "anchor", None), row_weights, ends, rows[0].detach(), rows[1]]
         else:
@@ -165,7 +165,7 @@ def checked_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> M
     """Return the Mlp for rows of this dtype, with grouped_mlp's options. ValueError if the parameters have another."""
     mlp = Mlp(parameters, **options)
     if mlp.float8 is not None and dtype != torch.bfloat16:
-        checks.fail("float8", f"rows of {dtype}", "rows of torch.bfloat16, or quantised ones")
+        checks.refuse(f"float8 is given with rows of {dtype}, but needs torch.bfloat16 or quantised ones")
     for name, one in parameters._asdict().items():
         if one is not None and one[0].dtype != dtype:
             checks.fail(name, one[0].dtype, f"{dtype}, as the rows have it")
@@ -174,7 +174,7 @@ def checked_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> M
         sizes = [(len(matrices), *shape_of(matrices)) for matrices in (quantised.rows, one)]
         if sizes[0] != sizes[1]:
             given, allowed = (f"{number} matrices {shape}" for number, *shape in sizes)
-            checks.fail("float8", f"{name} of {given}", f"{allowed}, as the parameters")
+            checks.refuse(f"float8 has {name} of {given}, but the parameters have {allowed}")
     return mlp
 
 

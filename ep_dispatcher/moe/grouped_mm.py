@@ -91,7 +91,7 @@ def _grouped_linear(rows: Tensor, weight: Any, bias: Any, ends: Tensor, row_weig
     """
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and rows.dtype != torch.bfloat16:  # without fullgraph this is no error but a break
-        checks.fail("buffer", f"one of {rows.dtype}", "one of torch.bfloat16 for moe_mlp in a whole graph")
+        checks.refuse(f"buffer is one of {rows.dtype}, but moe_mlp in a whole graph needs torch.bfloat16")
     if not hasattr(F, "grouped_mm"):  # PyTorch before 2.10
         out = _products_in_turn(rows, weight, ends)
     elif is_compiling:

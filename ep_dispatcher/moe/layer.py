@@ -83,7 +83,7 @@ class MoELayer(nn.Module):
         checks.boolean("bias", bias)
         for name, part in (("router", router), ("experts", experts)):
             if part is not None and not callable(part):
-                checks.fail(name, type(part).__name__, "a module")
+                checks.fail(name, f"of type {type(part).__name__}", "a module")
         if max_recv_rows is not None:
             max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
         options = dict(
@@ -214,7 +214,7 @@ class MoELayer(nn.Module):
 def _refuse_with_experts(intermediate: int | None, bias: bool, options: dict[str, Any]) -> None:
     """Refuse what only the layer's own experts have."""
     if intermediate is not None or bias:
-        checks.fail("intermediate, bias", f"{intermediate}, {bias} with experts", "None, False with experts")
+        checks.refuse(f"intermediate is {intermediate} and bias is {bias}, but a layer with experts has its own")
     for name, value in options.items():
         default = (moe_mlp.__kwdefaults__ or {})[name]
         if value is not default and value != default:
@@ -292,13 +292,16 @@ def shard_by_expert(experts: nn.Module, buffer: Buffer) -> None:
     device, num_local = buffer.live_engine().device, buffer.num_local_experts
     mesh = buffer.mesh if buffer.mesh is not None else DeviceMesh.from_group(buffer.config.group, device)
     if mesh.device_type != device:
-        checks.fail("buffer", f"one made with a mesh of device {mesh.device_type!r}", f"a mesh of {device!r}")
+        checks.refuse(f"buffer was made with a mesh of device {mesh.device_type!r}, but its engine needs {device!r}")
     for prefix, module in experts.named_modules():
         for name, p in module.named_parameters(prefix, recurse=False):
             if isinstance(p, DTensor):
                 continue  # a layer made of another layer's experts
             if p.ndim == 0 or p.shape[0] != num_local:
-                checks.fail("experts", f"a parameter {name} of {[*p.shape]}", f"[num_local_experts = {num_local}, ...]")
+                checks.refuse(
+                    f"experts has a parameter {name} of {[*p.shape]}, but its first size has to be "
+                    f"num_local_experts = {num_local}"
+                )
             sharded = DTensor.from_local(p.detach(), mesh, [Shard(0)], run_check=False)
             module.register_parameter(name.rpartition(".")[2], nn.Parameter(sharded, p.requires_grad))
 

@@ -150,7 +150,7 @@ def _check_quantize(
     line = LINE_BYTES if device == "cuda" else 1
     if dtype != torch.bfloat16 or hidden % line or intermediate % line:
         given = f"{quantize!r} with {dtype}, hidden {hidden}, intermediate {intermediate}"
-        checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {LINE_BYTES}")
+        checks.refuse(f"quantize is {given}, but needs torch.bfloat16 and, on a GPU, multiples of {LINE_BYTES}")
 
 
 def checked_options(buffer: Buffer, intermediate: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _check_width(argument: str, intermediate: int, dtype: torch.dtype, device: s
     """Refuse rows that the kernels on GPUs cannot read."""
     if device == "cuda" and (intermediate == 0 or intermediate * dtype.itemsize % LINE_BYTES):
         allowed = f"a multiple of {LINE_BYTES // dtype.itemsize} with {dtype} on a GPU"
-        checks.fail(argument, f"intermediate {intermediate}", allowed)
+        checks.refuse(f"{argument} has intermediate {intermediate}, but it has to be {allowed}")
 
 
 def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | None:

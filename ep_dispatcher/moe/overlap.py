@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.arguments import dispatch_request
-from ep_dispatcher.autograd import buffer_of, check_saved_plan
+from ep_dispatcher.autograd import buffer_of, checked_plan
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
@@ -217,8 +217,7 @@ class _MlpInParts(torch.autograd.Function):
         kept, plans = [Kept(*of_a[:-2]), Kept(*of_b[:-2])], [of_a[-2:], of_b[-2:]]
         mlp: Mlp = ctx.mlp
         parameters, buffer = mlp.saved(tensors), buffer_of(ctx)
-        for plan, _ in plans:
-            check_saved_plan(plan)
+        plans = [checked_plan(*plan) for plan in plans]
         goes_back = _dispatch_goes_back(ctx)
         grad_x = grad.new_empty(grad.shape) if goes_back else None
         grad_topk_weights: list[Any] = [None, None]

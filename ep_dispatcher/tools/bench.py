@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Names
 
 
 def refuse(argument: str, given: object, allowed: str) -> NoReturn:
-    raise ValueError(f"--{argument.replace('_', '-')}: given {given}, allowed: {allowed}")
+    raise ValueError(f"--{argument.replace('_', '-')} is {given}, but has to be {allowed}")
 
 
 def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

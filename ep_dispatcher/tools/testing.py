@@ -336,9 +336,9 @@ def make_routing(
     same shape, in (0, 1] (also beside -1), or None without ``weights``.
     """
     if kind not in ROUTINGS:
-        raise ValueError(f"kind: given {kind!r}, allowed: {ROUTINGS}")
+        raise ValueError(f"kind is {kind!r}, but has to be one of {ROUTINGS}")
     if not 0 < num_topk <= num_experts:
-        raise ValueError(f"num_topk: given {num_topk}, allowed: 1 to num_experts = {num_experts}")
+        raise ValueError(f"num_topk is {num_topk}, but has to be from 1 to num_experts = {num_experts}")
     generator = torch.Generator().manual_seed(seed)
     score = _rand(generator, num_tokens, num_experts).clamp(1e-7, 1 - 1e-7)
     if kind == "skewed":  # adding Gumbel noise to log(popularity) draws without replacement in proportion to it
@@ -370,7 +370,7 @@ def make_hot_routing(
     others = num_topk - wanted
     if num_tokens and (int(wanted.max()) > num_local or int(others.max()) > num_experts - num_local):
         allowed = f"no more than its {num_local} experts"
-        raise ValueError(f"num_topk: given {num_topk}, of which {share:.0%} to one rank, allowed: {allowed}")
+        raise ValueError(f"num_topk is {num_topk}, of which {share:.0%} to one rank, but has to be {allowed}")
     generator = torch.Generator().manual_seed(seed)
     score = _rand(generator, num_tokens, num_experts)
 

@@ -45,7 +45,7 @@ def number(kind: type, low: float, high: float):
             value = math.nan
         if not low <= value <= high:
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {what} from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {what} from {low} to {high}")
         return value
 
     return convert
@@ -109,7 +109,7 @@ def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
 
     def demand(ok: bool, name: str, given, allowed: str) -> None:
         if not ok:
-            parser.error(f"argument --{name}: given {given}, allowed: {allowed}")
+            parser.error(f"--{name} is {given}, but has to be {allowed}")
 
     try:
         args.device, args.why_cpu = choose_device(args.device)

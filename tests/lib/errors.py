@@ -1,5 +1,6 @@
 """Errors of a caller: who raises them, and that they name the argument."""
 
+import re
 from functools import partial
 
 import torch
@@ -19,9 +20,9 @@ def error_of(call, *args, **kwargs) -> str:
 
 
 def assert_refused(argument: str, call, *args, **kwargs) -> str:
-    """The call raises a ValueError that begins with the argument. Return its text."""
+    """The call raises a ValueError whose sentence names the argument. Return its text."""
     text = error_of(call, *args, **kwargs)
-    assert text.startswith(f"{argument}: given ") and "allowed: " in text, text
+    assert re.search(rf"(?<!\w){re.escape(argument)}(?!\w)", text), text
     return text
 
 

@@ -100,7 +100,7 @@ def too_few_rows(rank: int, engine: str, case: Case, num_steps: int) -> None:
             num_tokens = [NUM_TOKENS] * (case.num_ranks - 1) + [0 if step % 3 == 2 else NUM_TOKENS]
             given = make_inputs(case, num_tokens, "uniform", step)
             x, idx, weights = given.on(rank, device)
-            with pytest.raises(ValueError, match="max_recv_rows: too small: rank 0 needs"):  # of others where counted
+            with pytest.raises(ValueError, match="max_recv_rows is too small: rank 0 needs"):  # of others where counted
                 buffer.dispatch(x, idx, weights, max_recv_rows=100 if rank == 0 or step % 2 else None)
                 buffer.check()
             if last is not None and step % 2:

@@ -357,7 +357,7 @@ class CpuEngine(Engine):
         num_tokens, num_topk = topk_idx.shape
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self.config.num_experts)
         if entry is not None:
-            raise checks.bad_entry(entry, self.config.num_experts)
+            raise self.config.wording.explained(checks.bad_entry(entry, self.config.num_experts))
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with self.config.wording:

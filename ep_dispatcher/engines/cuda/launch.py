@@ -1,7 +1,7 @@
 """The operations of the CUDA engine: from a request to the launch of its kernels in the current stream.
 
     dispatch                 check for earlier errors, follow the last operation, allocate the outputs
-        _c.dispatch          read the addresses of request and outputs, check devices, launch (csrc/cuda/requests.h)
+        _c.dispatch          read the addresses of request and outputs, launch (csrc/cuda/requests.h)
 
 Where the host waits for the counts, two launches stand in the place of the one: _c.plan_and_stage, and _c.pull.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,13 +40,13 @@ class _Sent(Sent):
     def __init__(
         self,
         operation: str,
-        launch: Callable[[int, int], None],
+        launch: Callable[[int], None],
         tensors: Iterable[Tensor | None],
         counted: Tensor | None = None,
         label: int = 0,
     ):
         super().__init__(operation)
-        self.launch = launch  # takes the index of the device, and a stream
+        self.launch = launch  # takes a stream
         self.tensors = [t for t in tensors if t is not None]  # accessed by the second launch
         self.counted, self.label = counted, label  # tokens per expert of a new plan, to be counted after it
         self.in_capture = torch.cuda.is_current_stream_capturing()  # whether a CUDA graph is captured
@@ -78,7 +79,7 @@ class Launches(Streams, Engine):
         with self.config.wording, ranges_of("dispatch") as ranges:
             self.refuse_unreceived("dispatch")
             request.make_plain()
-            self._check(ranges)
+            self._check(ranges, request.tensors())
             with self.health.operation("dispatch"), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced("dispatch", request.sends_only):
@@ -90,7 +91,7 @@ class Launches(Streams, Engine):
                             launch = self._c.dispatch
                         else:
                             launch = self._c.decode_dispatch_send if request.sends_only else self._c.decode_dispatch
-                        launch(request, received, self._device_index, stream)
+                        launch(request, received, stream)
                 self._note_dispatch(request, received)
             if waits and (self._c.has_report() or self.health.ended):
                 self._raise_counted()
@@ -99,13 +100,13 @@ class Launches(Streams, Engine):
     def _dispatch_counted(self, request: DispatchRequest, stream: int, ranges: NoRanges) -> Received:
         """Plan and stage, wait for the counts, allocate so many rows, and pull them."""
         counts = self._allocate_counts(request)
-        self._c.plan_and_stage(request, counts, self._device_index, stream)
+        self._c.plan_and_stage(request, counts, stream)
         ranges.step("wait for counts")
         num_rows = self._wait_for_counts()
         ranges.step("launch")
         message_rows = None if self._rail is None else self._reported_message_rows.clone()
         received = self._allocate(request, num_rows, counts, message_rows)
-        self._c.pull(request, received, self._device_index, stream)
+        self._c.pull(request, received, stream)
         # Copy only now, while the rows move. An invalid plan has no rows, and the counts in memory are not its own.
         counted = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
         return received._replace(rows_on_host=counted)
@@ -190,10 +191,7 @@ class Launches(Streams, Engine):
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with self.config.wording, ranges_of("compare") as ranges:
-            self._check(ranges)
-            for t in (planned, given):
-                if t.get_device() != self._device_index:
-                    checks.fail("topk_idx", f"a tensor on {t.device}", f"tensors on {self._device}")
+            self._check(ranges, (("topk_idx", planned), ("topk_idx", given)))
             with self.health.operation("compare"), self._on_device():
                 stream = self._enter(ranges)
                 self._c.compare_routing(planned.data_ptr(), given.data_ptr(), given.shape[0], where, stream)
@@ -217,7 +215,7 @@ class Launches(Streams, Engine):
         with self.config.wording, ranges_of("combine") as ranges:
             self.refuse_unreceived("combine")
             request.make_plain()
-            self._check(ranges)
+            self._check(ranges, request.tensors())
             with self.health.operation("combine"), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced("combine", request.sends_only):
@@ -226,10 +224,11 @@ class Launches(Streams, Engine):
                         launch = self._c.combine
                     else:
                         launch = self._c.decode_combine_send if request.sends_only else self._c.decode_combine
-                    launch(request, combined, self._device_index, stream)
+                    launch(request, combined, stream)
                 if request.sends_only:
-                    tensors = (request.plan, *combined)
-                    self.sent = _Sent("combine", partial(self._c.decode_combine_receive, request, combined), tensors)
+                    rest = replace(request, y=combined.x, weights=None)  # the second launch reads neither
+                    launch = partial(self._c.decode_combine_receive, rest, combined)
+                    self.sent = _Sent("combine", launch, (request.plan, *combined))
                 if self._caller is not None:
                     self._hand_over(combined)
         return combined
@@ -249,9 +248,7 @@ class Launches(Streams, Engine):
         operation = sent.operation
         if torch.cuda.is_current_stream_capturing() != sent.in_capture:
             where = "in the CUDA graph" if sent.in_capture else "outside of a CUDA graph"
-            checks.fail(
-                "hook", f"a call elsewhere than the {operation}", f"one {where}, where the {operation} was called"
-            )
+            checks.refuse(f"hook() has to be called {where}, where the {operation} was called")
         with self.config.wording, ranges_of(operation) as ranges:
             self._check(ranges)
             with self.health.operation(operation), self._on_device():
@@ -260,7 +257,7 @@ class Launches(Streams, Engine):
                     for t in (*sent.tensors, self.wait_ns.get(operation)):
                         if t is not None and t.is_cuda:
                             t.record_stream(torch.cuda.current_stream())  # may differ from that of the first launch
-                    sent.launch(self._device_index, stream)
+                    sent.launch(stream)
                     if sent.counted is not None:
                         self.count(sent.label, sent.counted)
                     self.sent = None
@@ -297,12 +294,15 @@ class Launches(Streams, Engine):
             if waited > 1e-3:  # then a sleep of a tenth of this time adds little
                 time.sleep(min(waited / 10, SLICE_S))
 
-    def _check(self, ranges: NoRanges) -> None:
-        """Raise errors of earlier operations."""
+    def _check(self, ranges: NoRanges, tensors: Iterable[tuple[str, Tensor | None]] = ()) -> None:
+        """Raise errors of earlier operations, and refuse tensors of another device: the buffer stays usable."""
         ranges.step("check")
         self.health.raise_if_ended()
         if self._c.has_report():
             self._reports.raise_found(ends=True)
+        for argument, t in tensors:
+            if t is not None and t.get_device() != self._device_index:
+                checks.fail(argument, f"a tensor on {t.device}", f"a tensor on {self._device}")
 
     def _on_device(self) -> AbstractContextManager[None]:
         is_current = torch._C._cuda_getDevice() == self._device_index

@@ -224,8 +224,8 @@ class NvshmemRegions:
             if error.path:
                 nvshmem_library.one_version(error.path)
             raise ValueError(
-                f"group: given ranks that need the NVSHMEM wire, which cannot be used here ({error}), allowed: ranks "
-                "of one host; `python -m ep_dispatcher.doctor` says what is missing"
+                f"group has ranks that need the NVSHMEM wire, which cannot be used here ({error}): give ranks of one "
+                "host; `python -m ep_dispatcher.doctor` says what is missing"
             ) from None
         self.compiled: ModuleType = _C_nvshmem
         version = nvshmem_library.one_version(str(_C_nvshmem.__file__))
@@ -242,7 +242,7 @@ class NvshmemRegions:
         versions, can_post = zip(*self._libraries)
         with config.gather.same_on_all_ranks():
             if len(set(versions)) > 1:
-                checks.fail("NVSHMEM", f"versions {', '.join(versions)} on the ranks", "one version on all hosts")
+                checks.refuse(f"NVSHMEM has versions {', '.join(versions)} on the ranks: all hosts need the same")
         if all(can_post):
             os.environ[nvshmem_library.IBGDA] = "1"  # NVSHMEM reads it when it starts
             if rank == 0:
@@ -254,7 +254,7 @@ class NvshmemRegions:
                 raise RuntimeError(_process.out_of_step)
             if _process.has_joined and _process.device != self._device:
                 given = f"cuda:{self._device}, and cuda:{_process.device} when NVSHMEM was started"
-                checks.fail("the current device", given, "with the NVSHMEM wire one device per process")
+                checks.refuse(f"the current device is {given}: with the NVSHMEM wire a process has one device")
             id_of_world = c.make_id().hex() if rank == 0 and not c.is_running() else ""
             numbers = [r.number for r in _process.kept if r.num_bytes == num_bytes]
             return c.is_running(), id_of_world, _process.next_number, numbers
@@ -262,7 +262,7 @@ class NvshmemRegions:
         running, ids, next_numbers, numbers = zip(*config.gather("NVSHMEM", offer))
         with config.gather.same_on_all_ranks():
             if len(set(running)) > 1:
-                checks.fail("group", "ranks of which only some use NVSHMEM already", "all of them, or none")
+                checks.refuse("some ranks of group use NVSHMEM already and others do not: either all may, or none")
 
         def start() -> tuple[int, int]:
             if not running[rank] or not _process.has_joined:
@@ -275,7 +275,7 @@ class NvshmemRegions:
         with config.gather.same_on_all_ranks():
             if any(num_pes != num_ranks for _, num_pes in found) or sorted(self._pes) != list(range(num_ranks)):
                 given = f"{num_ranks} ranks that are {self._pes} of the {found[0][1]} in NVSHMEM"
-                checks.fail("group", given, "with the NVSHMEM wire one group of ranks per process")
+                checks.refuse(f"group has {given}: with the NVSHMEM wire a process has one group of ranks")
         common = set.intersection(*map(set, numbers))
         self._region = next((r for r in _process.kept if common and r.number == min(common)), None)
         if self._region is not None:
@@ -387,6 +387,8 @@ def regions_of(config: EngineConfig, wire: str) -> PeerRegions | NvshmemRegions:
         kind = SuspendableRegions if config.suspendable else PeerRegions
         return kind(config, "NCCL" if wire == "nccl" else wire)
     if config.suspendable:
-        given = "True, with the NVSHMEM wire: NVSHMEM cannot map its memory again at the same addresses"
-        checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=nccl, or peer where all ranks are on one host")
+        checks.refuse(
+            "suspendable is True, but NVSHMEM cannot map its memory again at the same addresses: set "
+            "EP_DISPATCHER_WIRE=nccl, or peer where all ranks are on one host"
+        )
     return NvshmemRegions(config)

@@ -113,7 +113,7 @@ class Buffer(LowLatency):
             raise NotImplementedError("comm: the ranks of an engine are a torch.distributed group, not MPI's")
         if not allow_nvlink_for_low_latency_mode:
             raise NotImplementedError(
-                "allow_nvlink_for_low_latency_mode: given False; ranks of a node read and write each other's memory. "
+                "allow_nvlink_for_low_latency_mode is False; ranks of a node read and write each other's memory. "
                 "With EP_DISPATCHER_RANKS_PER_NODE=1 each rank is a node of its own"
             )
         if group is None:
@@ -173,7 +173,7 @@ class Buffer(LowLatency):
         self._live_pool()
         if size is not None or offset:
             raise NotImplementedError(
-                "get_local_buffer_tensor: given size or offset; the memory that ranks write into is the engine's: it "
+                "get_local_buffer_tensor has a size or an offset; the memory that ranks write into is the engine's: it "
                 "has another layout, there is more than one, and nothing of it may be written from outside"
             )
         which = "low-latency" if use_rdma_buffer else "other"
@@ -245,7 +245,7 @@ class Buffer(LowLatency):
         if handle is not None:
             plans = plans_of(handle, pool)
             if topk_idx is not None or topk_weights is not None:
-                checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
+                checks.refuse("topk_idx and what belongs to it are given beside handle, which has the routing")
             if num_worst_tokens not in (0, plans.num_rows):
                 checks.fail("num_worst_tokens", num_worst_tokens, f"0, or the {plans.num_rows} rows of the handle")
             if any(one is not None for one in (*given, num_tokens_per_rdma_rank)) or expert_alignment != 1:

@@ -55,7 +55,7 @@ class Routing(NamedTuple):
             checks.tensor("num_tokens_per_rdma_rank", per_node, (torch.int32,), shape, device)
         if (topk_idx is None) != (topk_weights is None):
             missing = "topk_idx" if topk_idx is None else "topk_weights"
-            checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
+            checks.refuse(f"{missing} is None: give both of topk_idx and topk_weights, or none of them")
         if topk_idx is not None:
             check_same_routing(late, topk_idx, per_rank, per_expert, in_rank)
         else:

@@ -57,7 +57,7 @@ class ElasticBuffer(ElasticBase):
         explicitly_destroy: bool = False,
     ):
         if num_cpu_bytes:
-            raise NotImplementedError("num_cpu_bytes: of Engram, which is not part of this engine; allowed: 0")
+            raise NotImplementedError("num_cpu_bytes has to be 0: Engram is not part of this engine")
         super().__init__(
             group,
             num_bytes=num_bytes,

@@ -110,7 +110,7 @@ class ElasticBase(PoolUser):
     def _num_sms(num_scaleout_topk: int, speeds: tuple[float, ...], default_speeds: tuple[float, ...]) -> int:
         """Return the engine's default number of multiprocessors, and say what of a model has no effect on it."""
         if num_scaleout_topk:
-            raise NotImplementedError("num_scaleout_topk: reserved in DeepEP too; allowed: 0")
+            raise NotImplementedError("num_scaleout_topk has to be 0: it is reserved in DeepEP too")
         if speeds != default_speeds:
             say_without_effect("rdma_gbs, nvlink_gbs, sm_read_gbs and sm_write_gbs", "24 is measured, not modelled")
         return DEFAULT_SMS
@@ -157,7 +157,7 @@ class ElasticBase(PoolUser):
         device = rows.device.type
         self._check_common(num_sms, num_qps, previous_event, allocate_on_comm_stream)
         if do_zero_padding and not do_expand:
-            checks.fail("do_zero_padding", True, "True only with do_expand")
+            checks.fail("do_zero_padding", True, "False without do_expand")
         pool = self._pool_for(num_sms or None, self._timeout_s)
         sizes = dict(
             num_experts=num_experts, expert_alignment=expert_alignment, num_max_tokens_per_rank=num_max_tokens_per_rank
@@ -286,10 +286,10 @@ def _check_beside(handle: EPHandle, sizes: dict[str, int | None], **tensors: Ten
     """Refuse arguments of a new routing beside a handle, unless they are those of the handle."""
     for name, given in tensors.items():
         if given is not None:
-            checks.fail(name, "a tensor beside handle", "None: the handle has the routing and its counts")
+            checks.refuse(f"{name} is given beside handle, which has the routing and its counts")
     for name, size in sizes.items():
         if size not in (None, getattr(handle, name)):
-            checks.fail(name, size, f"None, or {getattr(handle, name)} as of the handle")
+            checks.fail(name, size, f"None, or {getattr(handle, name)} as in the handle")
 
 
 def _column_major(scales: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class EPHandle(Plans):
         buffer, how = super()._find(kind, layout)
         has = buffer.config.num_sms or DEFAULT_SMS
         if self._pool.num_sms not in (None, has):
-            say_once(f"num_sms: given {self._pool.num_sms}; memory that was made before keeps {has} multiprocessors")
+            say_once(f"num_sms is {self._pool.num_sms}; memory that was made before keeps {has} multiprocessors")
         return buffer, how
 
     def refuse_more_tokens(self, rows: Rows, layout: str) -> None:
@@ -150,5 +150,7 @@ class EPHandle(Plans):
 
 def handle_of(handle: object) -> EPHandle:
     if not isinstance(handle, EPHandle):
-        checks.fail("handle", type(handle).__name__, "the EPHandle of a dispatch of ElasticBuffer or EPBuffer")
+        checks.fail(
+            "handle", f"of type {type(handle).__name__}", "the EPHandle of a dispatch of ElasticBuffer or EPBuffer"
+        )
     return handle

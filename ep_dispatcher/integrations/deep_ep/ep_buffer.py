@@ -248,7 +248,7 @@ class EPBuffer(ElasticBase):
     @staticmethod
     def _check_deferred(defer_epilogue: bool, async_with_compute_stream: bool) -> None:
         if defer_epilogue and not async_with_compute_stream:
-            checks.fail("defer_epilogue", True, "True only with async_with_compute_stream")
+            checks.fail("defer_epilogue", True, "False without async_with_compute_stream")
 
     lb_get_theoretical_num_sms = refused("lb_get_theoretical_num_sms", _NO_BALANCER)
     lb_prefetch_weights = refused("lb_prefetch_weights", _NO_BALANCER)

@@ -166,7 +166,7 @@ class CommStream:
         """
         before = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         if on_comm_stream and (before is None or not async_finish):
-            checks.fail("allocate_on_comm_stream", True, "True only with previous_event and async_finish")
+            checks.fail("allocate_on_comm_stream", True, "False without previous_event and async_finish")
         if async_finish or before is not None:
             return self._overlapped(Operation(True, tensors_in(inputs)), before, async_finish)
         return nullcontext(Operation())

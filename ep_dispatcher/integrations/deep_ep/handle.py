@@ -18,7 +18,7 @@ from ep_dispatcher.integrations.deep_ep.rows import Kind
 
 _OTHER_WEIGHTS = "topk_weights: other than 0 where recv_topk_idx is -1, which the engine would leave out of the sum; "
 _OTHER_WEIGHTS += "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small operation more in every such combine"
-_UNCHANGED = "them while recv_topk_idx of the dispatch is as it was, or with EP_DISPATCHER_DEEP_EP_EXACT=1"
+_UNCHANGED = "it has to be as the dispatch returned it, or EP_DISPATCHER_DEEP_EP_EXACT=1 has to be set"
 _SHORT, _LONG = 6, 10  # items of a handle up to 8 ranks, and with more
 _META_BYTES = 8  # of a row of recv_src_meta
 
@@ -162,7 +162,7 @@ class HandlePlans(Plans):
         # Not in the dispatch: most dispatches have no such combine, and each operation costs the host 10 us.
         assert self._topk_idx is not None  # of a plan that takes weights
         if version_of(self._topk_idx) != self._version:
-            checks.fail("topk_weights", "weights after a change of recv_topk_idx in place", _UNCHANGED)
+            checks.refuse(f"topk_weights cannot be combined after a change of recv_topk_idx in place: {_UNCHANGED}")
         is_elsewhere = self._topk_idx < 0
         wrong = is_elsewhere.logical_and(topk_weights).any(1)
         if topk_weights.is_cuda:
@@ -214,7 +214,9 @@ def plans_of(handle: object, pool: Pool) -> HandlePlans:
     if _is_like_a_handle(handle, pool.group.size()):
         in_rank, rows = _places(handle)
         return HandlePlans(pool, handle[in_rank], pool.most_tokens(), len(handle[rows]))
-    checks.fail("handle", type(handle).__name__, "the handle of a dispatch, or a tuple or list of its items")
+    checks.fail(
+        "handle", f"of type {type(handle).__name__}", "the handle of a dispatch, or a tuple or list of its items"
+    )
 
 
 def _places(handle: Sequence) -> tuple[int, int]:

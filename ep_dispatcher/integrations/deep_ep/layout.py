@@ -13,19 +13,14 @@ from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from ep_dispatcher.integrations.deep_ep.late import LateMistakes, is_late
 from ep_dispatcher.plain import plain, require_memory
 
-_LIKE_LAYOUT = "what get_dispatch_layout gives for it"
-_OTHER_RANKS = checks.mistake("is_token_in_rank", "another routing than topk_idx", _LIKE_LAYOUT)
+_OTHER_RANKS = "is_token_in_rank has another routing than topk_idx: it has to be what get_dispatch_layout gives for it"
 _OTHER_COUNTS = {
-    name: checks.mistake(name, "other numbers than those of topk_idx", _LIKE_LAYOUT)
+    name: f"{name} has other numbers than those of topk_idx: it has to be what get_dispatch_layout gives for it"
     for name in ("num_tokens_per_rank", "num_tokens_per_expert")
 }
-_OTHER_SUMS = checks.mistake(
-    "num_tokens_per_rank", "other numbers than those of is_token_in_rank", "the number of its tokens for each rank"
-)
-_NO_EXPERT = checks.mistake(
-    "topk_idx",
-    "to get_dispatch_layout with an expert that does not exist",
-    "-1 (no expert), or an expert below num_experts",
+_OTHER_SUMS = "num_tokens_per_rank has other numbers than those of is_token_in_rank: the tokens for each rank"
+_NO_EXPERT = (
+    "topk_idx was given to get_dispatch_layout with an expert that does not exist: -1 (no expert), or below num_experts"
 )
 
 
@@ -116,7 +111,7 @@ def repeated(topk_idx: Tensor, reason: str) -> NotImplementedError | None:
         return None
     ordered = topk_idx.sort(1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        return NotImplementedError(f"topk_idx: given an expert twice for a token, allowed: once; {reason}")
+        return NotImplementedError(f"topk_idx has an expert twice for a token, but it may be there only once; {reason}")
     return None
 
 

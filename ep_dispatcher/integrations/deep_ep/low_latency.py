@@ -22,9 +22,7 @@ from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, repeated, 
 from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool, PoolUser
 from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
 
-_OTHER_EXPERT = checks.mistake(
-    "topk_idx", "an expert that the token was not dispatched to", "experts that the token was dispatched to, or -1"
-)
+_OTHER_EXPERT = "topk_idx has an expert that the token was not dispatched to"
 _ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
 
 
@@ -68,8 +66,8 @@ class Trip:
         Refuse experts that the token was not dispatched to; their weights count for nothing.
         """
         if version_of(self.topk_idx) != self._version:
-            allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
-            checks.fail("topk_idx", "a tensor that was changed in place after the dispatch", allowed)
+            allowed = "it has to have the choices of the dispatch, or EP_DISPATCHER_DEEP_EP_EXACT=1 has to be set"
+            checks.refuse(f"topk_idx was changed in place after the dispatch: {allowed}")
         if is_same_memory(topk_idx, self.topk_idx):
             return topk_weights
         is_chosen = topk_idx >= 0
@@ -82,7 +80,7 @@ def trip_of(handle: tuple) -> Trip:
     trip = carried_by(handle, 1)
     if not isinstance(trip, Trip):
         allowed = "the handle of a low_latency_dispatch, or a tuple or list of its items"
-        checks.fail("handle", type(handle).__name__, allowed)
+        checks.fail("handle", f"of type {type(handle).__name__}", allowed)
     return trip
 
 
@@ -272,7 +270,7 @@ class LowLatency(PoolUser):
         self._check_low_latency()
         if overlap:
             raise NotImplementedError(
-                "overlap: given True, allowed: False; a combine does not wait for signals of a GEMM that still writes "
+                "overlap is True, but has to be False: a combine does not wait for signals of a GEMM that still writes "
                 "x. With SGLang leave out --enable-single-batch-overlap"
             )
         signals = dict(
@@ -292,7 +290,7 @@ class LowLatency(PoolUser):
             say_without_effect("use_logfmt", "rows travel as bfloat16")
         if zero_copy:
             if trip.combine_buffer is None:
-                checks.fail("zero_copy", True, "True after get_next_low_latency_combine_buffer(handle)")
+                checks.refuse("zero_copy is True without get_next_low_latency_combine_buffer(handle) before it")
             x = trip.combine_buffer
         device, num_tokens = x.device.type, trip.topk_idx.shape[0]
         checks.tensor("x", x, (torch.bfloat16,), trip.shape, device)
@@ -329,12 +327,12 @@ class LowLatency(PoolUser):
             pool.add_masks(status)
             if status[rank]:
                 raise NotImplementedError(
-                    f"low_latency_update_mask_buffer: given the masked rank {rank} to let in again, allowed: "
+                    f"low_latency_update_mask_buffer cannot let the masked rank {rank} in alone: call "
                     "low_latency_clean_mask_buffer() on all ranks, which lets in all"
                 )
             return
         if not self.enable_shrink:
-            checks.fail("enable_shrink", False, "a buffer made with enable_shrink=True, to mask ranks")
+            checks.refuse("this buffer was made without enable_shrink=True, so it masks no ranks")
         pool.mask_rank(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
@@ -350,13 +348,13 @@ class LowLatency(PoolUser):
     def _check_low_latency(self) -> Pool:
         pool = self._live_pool()
         if not self.low_latency_mode:
-            checks.fail("low_latency_mode", False, "low_latency_ methods of a buffer made with low_latency_mode=True")
+            checks.refuse("this buffer was made without low_latency_mode=True, which low_latency_ methods need")
         return pool
 
     def _check_call(self, x: Tensor, async_finish: bool, return_recv_hook: bool, **waits: Tensor | None) -> None:
         """Check what dispatch and combine share."""
         if async_finish and return_recv_hook:
-            checks.fail("async_finish", True, "one of async_finish and return_recv_hook")
+            checks.refuse("async_finish and return_recv_hook are both True: give one of them")
         for name, each in waits.items():
             if each is not None:
                 checks.tensor(name, each, (torch.int64,), (self.group_size,), x.device.type)
@@ -364,9 +362,9 @@ class LowLatency(PoolUser):
 
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
     if use_ue8m0 and not (use_fp8 and round_scale):
-        checks.fail("use_ue8m0", True, "True only with use_fp8 and round_scale")
+        checks.fail("use_ue8m0", True, "False without use_fp8 and round_scale")
     if round_scale and not use_fp8:
         say_without_effect("round_scale", "only rows with use_fp8 have scales")
     granularity = float8.BLOCK * float8.SCALES_OF_INT if use_ue8m0 else checks.ROW_GRANULARITY
     if use_fp8 and hidden % granularity:
-        checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")
+        checks.refuse(f"x has hidden {hidden}, but use_fp8 needs a multiple of {granularity}")

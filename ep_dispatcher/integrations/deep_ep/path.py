@@ -19,7 +19,7 @@ def install() -> None:
     """
     for name, ours in _loaded().items():
         if not ours:
-            raise RuntimeError(f"install: given after the program has imported {name}, allowed: before that")
+            raise RuntimeError(f"install() has to come before the program imports {name}")
     _set_paths([FOLDER])
 
 

@@ -179,7 +179,7 @@ class Pool:
         """Return tokens per rank that were enough for every dispatch so far, the same on all ranks."""
         sizes = [buffer.config.max_tokens_per_rank for made in self._buffers.values() for buffer in made]
         if not sizes:
-            checks.fail("handle", "one of buffers that are destroyed", "a handle of this group's living buffers")
+            checks.refuse("handle is of buffers that are destroyed")
         return max(sizes)
 
     def in_turn(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
@@ -206,10 +206,10 @@ class Pool:
             return
         sms, timeout_s = default_sms(buffer.config.num_sms)[layout], buffer.config.timeout_s
         if self.num_sms not in (None, sms):
-            say_once(f"num_sms: given {self.num_sms}; memory that was made before keeps {sms} multiprocessors")
+            say_once(f"num_sms is {self.num_sms}; memory that was made before keeps {sms} multiprocessors")
         if self.timeout_s not in (None, timeout_s):
             say_once(
-                f"num_gpu_timeout_secs: given {self.timeout_s}; memory that was made before keeps {timeout_s:g} seconds"
+                f"num_gpu_timeout_secs is {self.timeout_s}; memory that was made before keeps {timeout_s:g} seconds"
             )
 
     def _make(self, key: Key, max_tokens: int, mask_late_ranks: bool = False) -> ep.Buffer:
@@ -255,7 +255,7 @@ class Pool:
         try:
             buffer = self._make(key, max_tokens, mask_late_ranks=masks)
         except ValueError as error:
-            if not (masks and str(error).startswith("mask_late_ranks: ")):
+            if not (masks and str(error).startswith("mask_late_ranks is True ")):
                 raise
             self._no_masks = f"the engine has no masks here. {error}"
             say_once(f"enable_shrink: a rank that does not answer is a PeerTimeoutError, because {self._no_masks}")
@@ -270,7 +270,7 @@ class Pool:
         if self._no_masks is not None:
             raise NotImplementedError(f"low_latency_update_mask_buffer: {self._no_masks}")
         if rank == self.group.rank():
-            checks.fail("rank_to_mask", f"{rank}, which is this rank", "another one")
+            checks.refuse(f"rank_to_mask is {rank}, which is this rank: a rank cannot mask itself")
         self._masked.add(rank)
         for hooked in self._masking():
             hooked.ready().mask_rank(rank)
@@ -375,7 +375,7 @@ class PoolUser:
     def destroy(self) -> None:
         """Free the memory with the last buffer of the group, if all were made with explicitly_destroy. Collective."""
         if not self.explicitly_destroy:
-            checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
+            checks.refuse("destroy() needs a buffer made with explicitly_destroy=True")
         pool = self._living_pool()
         self._pool = None
         pool.to_destroy -= 1
@@ -398,7 +398,7 @@ class PoolUser:
     def _living_pool(self) -> Pool:
         """Return the pool. ValueError after destroy()."""
         if self._pool is None:
-            checks.fail("buffer", "one that was destroyed", "a living buffer")
+            checks.refuse("buffer was destroyed")
         return self._pool
 
 

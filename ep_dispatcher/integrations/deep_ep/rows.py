@@ -57,7 +57,9 @@ class Rows:
         else:
             num_bytes = hidden * rows.element_size()
             if num_bytes % checks.ROW_GRANULARITY:
-                checks.fail("x", f"rows of {num_bytes} bytes", f"a multiple of {checks.ROW_GRANULARITY} bytes")
+                checks.refuse(
+                    f"x has rows of {num_bytes} bytes, but they have to be multiples of {checks.ROW_GRANULARITY}"
+                )
             self._as_is, self.kind = False, Kind(num_bytes // 2, torch.bfloat16)
 
     @property
@@ -96,7 +98,7 @@ class Rows:
                 "[num_tokens] of four bytes"
             )
         if sizes[0] != self.num_tokens:
-            checks.fail("x[1]", f"scales of {sizes[0]} tokens", f"of the {self.num_tokens} tokens of x[0]")
+            checks.refuse(f"x[1] has scales of {sizes[0]} tokens, but x[0] has {self.num_tokens} tokens")
         if sizes[1] > most:
             raise NotImplementedError(f"x[1]: {sizes[1]} scales a row; the engine moves {most}")
         return (x.dtype, scales.dtype, sizes[1]) == (torch.float8_e4m3fn, torch.float32, most)
@@ -111,7 +113,7 @@ def biases_of(bias: Tensor | tuple[Tensor, Tensor] | None, x: Tensor, num_tokens
     """Return the biases of a combine of rows x, checked."""
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
     if len(biases) > 2:
-        checks.fail("bias", f"{len(biases)} tensors", "at most two")
+        checks.refuse(f"bias has {len(biases)} tensors, but at most two are allowed")
     for one in biases:
         checks.tensor("bias", one, (x.dtype,), (num_tokens, x.shape[1]), x.device.type)
     return biases

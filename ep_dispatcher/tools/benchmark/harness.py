@@ -62,7 +62,7 @@ def number(kind: Callable, lowest: float) -> Callable[[str], Any]:
         except ValueError:
             value = float("nan")
         if not lowest <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {kind.__name__} from {lowest:g} on")
+            raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {kind.__name__} from {lowest:g} on")
         return value
 
     return parse
@@ -94,7 +94,7 @@ def start_gpu_ranks(num_ranks: int, timeout_s: float = 300.0, built_with: str | 
         if not getattr(_C_cuda, f"has_{built_with.lower()}"):
             problem = "it was built without this"
     if problem is not None:
-        print(f"engine: given none that can run, because {problem}; allowed: {engine}", file=sys.stderr)
+        print(f"no engine was given that can run, because {problem}; it has to be {engine}", file=sys.stderr)
         raise SystemExit(2)
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     return RankPool(num_ranks, timeout_s=timeout_s)

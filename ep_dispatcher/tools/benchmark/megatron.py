@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ep_dispatcher.integrations.megatron import destroy_buffers, register, unregister
 from ep_dispatcher.integrations.megatron.dispatcher import registration
+from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.tools.benchmark.parts import ENGINE, Calls, Part
 from ep_dispatcher.tools.benchmark.sides import go_back, verdict
 
@@ -98,7 +99,7 @@ def as_routed(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: in
     """What Megatron's router gives: [tokens, 1, hidden], bool and float32 [tokens, experts]."""
     num_tokens = topk_idx.shape[0]
     if (topk_idx < 0).any():
-        raise ValueError("routing: given tokens with fewer than top-k experts, allowed: what alltoall takes")
+        raise ValueError("routing has tokens with fewer than top-k experts, which alltoall does not take")
     routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=x.device)
     probs = torch.zeros(num_tokens, num_experts, dtype=torch.float32, device=x.device)
     return x.unsqueeze(1), routing_map.scatter_(1, topk_idx, True), probs.scatter_(1, topk_idx, topk_weights)
@@ -140,20 +141,19 @@ def dispatchers(
         first = group.rank() * num_local
         groups = SimpleNamespace(ep=group, tp_ep=group, expt_tp=alone)
 
-        def make(kind: str, **chosen: Any) -> SixSteps:
+        def make(kind: type, **chosen: Any) -> SixSteps:
             config = TransformerConfig(**settings, **chosen)
-            made = getattr(token_dispatcher, kind)(
-                num_local, list(range(first, first + num_local)), config=config, pg_collection=groups
-            )
+            made = kind(num_local, list(range(first, first + num_local)), config=config, pg_collection=groups)
             return SixSteps(made, num_experts)
 
         def flex(backend: str) -> SixSteps:
             chosen = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
-            return make("MoEFlexTokenDispatcher", **chosen, **sms)
+            ours = backend == registration.NAME
+            return make(MoEEPTokenDispatcher if ours else token_dispatcher.MoEFlexTokenDispatcher, **chosen, **sms)
 
         yield Dispatchers(
             flex(registration.NAME),
-            make("MoEAlltoAllTokenDispatcher", moe_token_dispatcher_type="alltoall"),
+            make(token_dispatcher.MoEAlltoAllTokenDispatcher, moe_token_dispatcher_type="alltoall"),
             flex,
             f"megatron-core {megatron.core.__version__}, no Transformer Engine",
         )

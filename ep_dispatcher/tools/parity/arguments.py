@@ -78,7 +78,7 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
 
 def _demand(ok: bool, flag: str, given: Any, allowed: str) -> None:
     if not ok:
-        raise Refused(f"{flag}: given {given}, allowed: {allowed}")
+        raise Refused(f"{flag} is {given}, but has to be {allowed}")
 
 
 def _default(run: Run, flag: str, value: Any) -> Any:
@@ -226,7 +226,7 @@ def _dispatchers(run: Run) -> None:
             raise Refused(f"{name} cannot run here: {missing}")
     if run.ours and not run.has_ours:
         given = ", ".join(map(flag_of, run.ours))
-        raise Refused(f"{given}: given to compare {run.tested} with {run.reference}, allowed: with {OURS}")
+        raise Refused(f"{given} is given to compare {run.tested} with {run.reference}, but works with {OURS} alone")
     if run.reference == "allgather" and args.against is None and is_possible["alltoall"] is not None:
         run.changes.append(f"compared with allgather, not alltoall: {is_possible['alltoall']}")
 

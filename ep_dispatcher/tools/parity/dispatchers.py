@@ -48,10 +48,10 @@ def take_chosen(settings: dict[str, Any]) -> str | None:
     if settings.pop("moe_enable_deepep", False):
         flag, backend = "--moe-enable-deepep", backend or "deepep"
         if backend != "deepep":
-            raise Refused(f"{flag}: given beside {BACKEND} {backend}, allowed: one of them")
+            raise Refused(f"{flag} is given beside {BACKEND} {backend}: give one of them")
     if backend is not None and kind != "flex":
         given = "no such flag" if kind is None else f"{kind}"
-        raise Refused(f"{TYPE}: given {given}, allowed with {flag} {backend}: flex. Megatron ignores it otherwise")
+        raise Refused(f"{TYPE} is {given}, but has to be flex with {flag} {backend}: Megatron ignores it otherwise")
     return backend or "deepep" if kind == "flex" else kind
 
 
@@ -59,7 +59,7 @@ def pair(chosen: str | None, against: str | None, is_possible: dict[str, str | N
     """Return what to compare. chosen: by Megatron's flags. is_possible: MEGATRONS -> why it cannot run, or None."""
     one = chosen or OURS
     if against == one:
-        raise Refused(f"{AGAINST}: given {against}, allowed: another dispatcher than the one that the flags choose")
+        raise Refused(f"{AGAINST} is {against}, but has to be another dispatcher than the one that the flags choose")
     plain = next((name for name in MEGATRONS if is_possible[name] is None), MEGATRONS[0])
     other = against or (OURS if one != OURS else plain)
     for name in (one, other):

@@ -15,7 +15,7 @@ LEAST = 1e-9  # where bars of no difference begin
 def why_not(path: Path) -> str | None:
     """Say why no chart can be drawn into this file. None: one can."""
     if path.suffix not in FORMATS:
-        return f"its name ends with {path.suffix or 'nothing'}, allowed: {', '.join(FORMATS)}"
+        return f"its name ends with {path.suffix or 'nothing'}, but has to end with {', '.join(FORMATS)}"
     if importlib.util.find_spec("matplotlib") is None:
         return "Matplotlib is not installed: pip install matplotlib"
     return None

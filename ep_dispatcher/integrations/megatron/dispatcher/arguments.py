@@ -120,7 +120,8 @@ def check(config: Any) -> None:
     for name, value in vars(config).items():
         if name.startswith(PREFIX):
             if name.removeprefix(PREFIX) not in ARGUMENTS:
-                checks.fail(f"config.{name}", repr(value), ", ".join(PREFIX + one for one in ARGUMENTS))
+                settings = ", ".join(PREFIX + one for one in ARGUMENTS)
+                checks.refuse(f"config.{name} is no setting of ep_dispatcher; its settings are {settings}")
             if value is not None:
                 ARGUMENTS[name.removeprefix(PREFIX)].check(f"config.{name}", value)
     if given(config, "overlap") and experts(config) == "megatron":
@@ -167,5 +168,5 @@ def _from_text(name: str, text: str) -> Any:
     try:
         argument.check(flag(name), value)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None  # argparse adds the name
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{flag(name)} ")) from None  # argparse adds the name
     return value

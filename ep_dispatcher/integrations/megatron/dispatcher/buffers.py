@@ -136,7 +136,7 @@ def _tokens_to_hold(
         most = _agree_on_first(group, num_tokens, given, note)
     if given is not None:
         if num_tokens > given:
-            checks.fail("hidden_states", f"{num_tokens} tokens", f"{_SIZE} {given}")
+            checks.refuse(f"hidden_states has {num_tokens} tokens, more than {_SIZE} {given} allows")
         return given
     if not made:
         by_arguments = _tokens_by_arguments()
@@ -237,7 +237,7 @@ def _agree_on_first(group: ProcessGroup, num_tokens: int, given: int | None, not
                 "(also by EP_DISPATCHER_MAX_TOKENS_PER_RANK)"
             )
         if given is not None and one["tokens"] > given:
-            checks.fail("hidden_states", f"{one['tokens']} tokens on rank {rank}", f"{_SIZE} {given}")
+            checks.refuse(f"hidden_states has {one['tokens']} tokens on rank {rank}, more than {_SIZE} {given} allows")
     return max(one["tokens"] for one in everyone)
 
 
@@ -261,11 +261,9 @@ def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int)
             found = f"in {limit_s:g} s at most {held} on rank {', '.join(map(str, others))}"
         else:
             found = f"at most {held} on another rank, which has given up waiting for this one"
-        checks.fail(
-            "hidden_states",
-            f"{num_tokens} tokens on rank {rank}, and {found}",
-            f"up to the {held} that the buffers hold; where ranks bring different numbers of tokens, give "
-            f"the largest to {_SIZE}, or use variable_seq_lengths",
+        checks.refuse(
+            f"hidden_states has {num_tokens} tokens on rank {rank}, and {found}; the buffers hold {held}. Where ranks "
+            f"bring different numbers of tokens, give the largest to {_SIZE}, or use variable_seq_lengths"
         )
     for r, tokens in enumerate(everyone):  # they come from the store
         if type(tokens) is not int or not held < tokens <= MAX_TOKENS:

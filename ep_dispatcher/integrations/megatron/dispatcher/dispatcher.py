@@ -110,10 +110,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
             )
         else:
-            self.buffer, (_, microbatch) = (
-                cast(buffers.MegatronBuffer, find_buffer(planned.engine.config.buffer_id)),
-                planned.where,
-            )
+            self.buffer = cast(buffers.MegatronBuffer, find_buffer(planned.engine.config.buffer_id))
+            _, microbatch = planned.where
             self._where = f"{layer}, microbatch {microbatch}"
         waited = self._let_shared_experts_wait()
         self._note()
@@ -161,11 +159,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             rows = limits.max_rows_by_factor(factor, most, ranks, choices, num_experts, self.expert_alignment)
             limit = max(rows, limit or 0)
         if limit is None and graphs.is_capturing():
-            checks.fail(
-                "--cuda-graph-impl",
-                f"{self.config.cuda_graph_impl}, whose graphs contain layer {self.layer_number}'s dispatch",
-                f"{limits.FACTOR}, and experts that run in grouped GEMMs (rank 0 has said which do): no host can wait "
-                "for counts while a graph is captured",
+            checks.refuse(
+                f"layer {self.layer_number}'s dispatch is inside a CUDA graph (--cuda-graph-impl "
+                f"{self.config.cuda_graph_impl}), where the host cannot wait for row counts: give {limits.FACTOR}, and "
+                "let its experts run in grouped GEMMs (rank 0 has said which do)"
             )
         return limit
 

@@ -49,8 +49,11 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
         times = f" x --expert-tensor-parallel-size {expert_tp}" if expert_tp > 1 else ""
         checks.fail("--moe-router-topk", f"{config.moe_router_topk}{times}", f"at most {checks.MAX_TOPK} in all")
     if num_local_experts * num_ranks != config.num_moe_experts * expert_tp:
-        allowed = f"the same number on each of {num_ranks // expert_tp} ranks"
-        checks.fail("--num-experts", f"{config.num_moe_experts}, {num_local_experts} of them here", allowed)
+        checks.refuse(
+            f"--num-experts {config.num_moe_experts} cannot be divided evenly among {num_ranks // expert_tp} ranks; "
+            "this "
+            f"rank has {num_local_experts}"
+        )
     latent = getattr(config, "moe_latent_size", None)
     flag, size = ("--moe-latent-size", latent) if latent else ("--hidden-size", config.hidden_size)
     dtype = config.params_dtype
@@ -108,11 +111,10 @@ def has_overlapped_wgrad(config) -> bool:
 def _check_capture(config, flag: str, value: str) -> None:
     """Raise ValueError for settings that dispatch and experts do not support inside a CUDA graph."""
     if any_factor(config) is None:
-        checks.fail(
-            flag,
-            value,
-            f"attn, moe_router, moe_preprocess; this too with {arguments.flag('experts')} auto and {FACTOR}: no host "
-            "can wait for counts while a graph is captured",
+        checks.refuse(
+            f"{flag} is {value}: while a graph is captured the host cannot wait for row counts. Capture attn, "
+            "moe_router "
+            f"and moe_preprocess alone, or give {arguments.flag('experts')} auto and {FACTOR}"
         )
     if config.variable_seq_lengths:
         checks.fail("--variable-seq-lengths", True, f"False with {flag} {value}: a graph has one number of tokens")
@@ -132,7 +134,7 @@ def num_sms(config) -> int | None:
     for name, value in given.items():
         checks.integer(flag_of(name), value, 1)
         if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
-            checks.fail(flag_of(name), f"{value} beside {given}", "one number of multiprocessors")
+            checks.refuse(f"{flag_of(name)} is {value} beside {given}: give one number of multiprocessors")
     overlaps = arguments.given(config, "overlap") or any(getattr(config, name, False) for name in OVERLAPS)
     return next(iter(given.values()), None if overlaps else ALONE_SMS)
 

@@ -74,9 +74,10 @@ def explained(error: ValueError, topk: int) -> ValueError:
     """Return the error. If it is about an expert number that was put there, return one in Megatron's terms."""
     if not isinstance(error, UnknownExpertError):
         return error
-    given = f"token {error.token} with more than {topk} experts"
-    mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
-    told = ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})")
+    told = ValueError(
+        f"routing_map chooses more than {topk} experts for token {error.token}, but --moe-router-topk is {topk} (the "
+        f"engine was given an expert that does not exist: {error})"
+    )
     told.__cause__ = error
     return told
 
@@ -92,7 +93,8 @@ def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple
     idx, chosen, is_overfull = idx[:, :topk], ones[:, :topk], ones[:, topk:]
     looks = can_host_look(routing_map)
     if looks and is_overfull.any():
-        checks.fail("routing_map", f"a token with {int(routing_map.sum(1).max())} experts", f"--moe-router-topk {topk}")
+        most = int(routing_map.sum(1).max())
+        checks.refuse(f"routing_map chooses {most} experts for a token, but --moe-router-topk is {topk}")
     weights = probs.gather(1, idx).float()  # the engine reads none beside -1, and gives it the gradient 0
     if slices > 1:
         first = idx // per_rank * (slices * per_rank) + idx % per_rank

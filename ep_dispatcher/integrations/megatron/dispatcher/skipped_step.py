@@ -186,7 +186,7 @@ def _conclude(own: Overflow | None, models: Sequence[Module], facts: Models, tra
     say(
         "ep_dispatcher: the optimizer step of this iteration is skipped on all ranks, and its losses are not valid, "
         f"because {too_many}. From the next step on it is {job.grown:g} in all layers.{scaled} Skipped steps: "
-        f"{job.num_skipped}. {flag} {job.grown:g} at the next start saves them"
+        f"{job.num_skipped}. Start with {flag} {job.grown:g} to avoid them"
     )
 
 

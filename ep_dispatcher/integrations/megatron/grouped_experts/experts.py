@@ -113,7 +113,8 @@ class Experts(LayerExperts):
         if self.has_changed():
             _decide_again()
         if self.why_not is not None and self.must_be_grouped and registration.active() is not None:
-            checks.fail(arguments.flag("experts"), "grouped", f"auto or megatron with {self.name}: {self.why_not}")
+            flag = arguments.flag("experts")
+            checks.refuse(f"{self.name} cannot run in grouped GEMMs ({self.why_not}): give {flag} auto or megatron")
         return self.why_not is None
 
     def forward(self, rows: Tensor, counts: Tensor | Deferred | Quantized, probs: Tensor) -> tuple[Tensor, None]:
@@ -214,20 +215,20 @@ class Experts(LayerExperts):
         return float8.WIRE if agreed and float8.is_on() else None
 
 
-def of(module: Module) -> Experts | None:
-    """Return what ``note_layer`` has attached to this experts module."""
+def experts_of(module: Module) -> Experts | None:
+    """Return what `moe_layer.build` has attached to this experts module."""
     return vars(module).get("ep_dispatcher")
 
 
 def is_grouped(module: Module) -> bool:
     """Return whether this experts module runs in grouped GEMMs now. Print what is new."""
-    one = of(module)
+    one = experts_of(module)
     return one is not None and one.is_grouped()
 
 
 def is_float8(module: Module) -> bool:
     """Return whether this experts module runs in grouped GEMMs in FP8. Ask ``is_grouped`` first."""
-    one = of(module)
+    one = experts_of(module)
     return one is not None and one.why_not is None and one.is_float8
 
 

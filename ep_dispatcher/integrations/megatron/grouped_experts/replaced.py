@@ -14,7 +14,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.dispatcher import backend_name
 from ep_dispatcher.integrations.megatron.dispatcher.handover import Deferred, Quantized
 from ep_dispatcher.integrations.megatron.grouped_experts import deferred
-from ep_dispatcher.integrations.megatron.grouped_experts.experts import QUANTISE, of
+from ep_dispatcher.integrations.megatron.grouped_experts.experts import QUANTISE, experts_of
 from ep_dispatcher.integrations.megatron.grouped_experts.layer import note_forward
 
 
@@ -22,7 +22,7 @@ def run_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of TEGroupedMLP and SequentialMLP."""
 
     def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
-        one = of(experts)
+        one = experts_of(experts)
         if one is not None and not rest and not options and one.is_grouped():
             return one.forward(rows, tokens_per_expert, permuted_probs)
 
@@ -49,7 +49,7 @@ def write_delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
     """Wrap TEGroupedMLP.backward_dw: write the gradients of the microbatch that has waited longest."""
 
     def backward_dw(experts):
-        one = of(experts)
+        one = experts_of(experts)
         delayed = None if one is None else one.gradients.delayed
         if delayed:
             with torch.no_grad():
@@ -68,6 +68,6 @@ def note_ddp(owner: Module, name: str, module: Module | None) -> None:
     if name != "module" or module is None or not isinstance(owner, distributed.DistributedDataParallel):
         return
     for inner in module.modules():
-        if (one := of(inner)) is not None:
+        if (one := experts_of(inner)) is not None:
             one.ddp = weakref.ref(owner)
             one.look_again()
