@@ -110,7 +110,7 @@ def dispatch_request(
         expert_alignment=expert_alignment,
         num_rows=num_rows,
         quantize=checks.POWERS_OF_TWO if packs_scales else quantize,
-        label=label or 0,
+        label=label,
         sends_only=return_hook,
         packs_scales=packs_scales,
     )
@@ -132,7 +132,7 @@ def plan_request(
     checks.num_tokens("topk_idx", num_tokens, config.max_tokens_per_rank)
     rows = topk_idx.new_zeros((num_tokens, checks.ROW_GRANULARITY // config.dtype.itemsize), dtype=config.dtype)
     return DispatchRequest(
-        rows, topk_idx=topk_idx, layout=layout, expert_alignment=alignment, num_rows=num_rows, label=label or 0
+        rows, topk_idx=topk_idx, layout=layout, expert_alignment=alignment, num_rows=num_rows, label=label
     )
 
 

@@ -124,7 +124,7 @@ class Buffer(BufferSizes):
     """
 
     backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
-    label: int = 0  # the caller's number, such as that of a layer: a dispatch with too few rows has it in its error
+    _label: int = 0
     caller_keeps_plans = False  # for recomputes, as Megatron's dispatcher does
 
     def __init__(
@@ -207,6 +207,15 @@ class Buffer(BufferSizes):
     @note.setter
     def note(self, note: str) -> None:
         self.wording.note = note
+
+    @property
+    def label(self) -> int:
+        """The caller's number, such as that of a layer: a dispatch with too few rows has it in its error."""
+        return self._label
+
+    @label.setter
+    def label(self, label: int | None) -> None:
+        self._label = label or 0
 
     @property
     def is_destroyed(self) -> bool:

@@ -5,10 +5,10 @@ They are JSON: lists of the fields of an ``Offer`` or a ``Decision``, in their o
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from ep_dispatcher._version import __version__
+from ep_dispatcher.stores import are_ranks, read_json
 
 MAX_BYTES = 2**20  # of a message
 MAX_TEXT = 2**16  # of an error in it
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 
 def read_offer(message: bytes, own: Offer, num_ranks: int) -> Offer | None:
     """Return the offer in a message; None if it is none, or if its result has another form than that of ``own``."""
-    fields = _read(message)
+    fields = read_json(message, MAX_BYTES)
     if type(fields) is not list or len(fields) != len(Offer._fields):
         return None
     offer = Offer(*fields)
@@ -45,7 +45,7 @@ def read_offer(message: bytes, own: Offer, num_ranks: int) -> Offer | None:
     elif type(offer.kind) is not str or type(offer.text) is not str:
         is_sound = False
     elif offer.kind == LATE:
-        is_sound = _are_ranks(offer.result, num_ranks)
+        is_sound = are_ranks(offer.result, num_ranks)
     else:
         is_sound = offer.kind in ERRORS and offer.result is None
     return offer if is_sound else None
@@ -53,17 +53,10 @@ def read_offer(message: bytes, own: Offer, num_ranks: int) -> Offer | None:
 
 def read_decision(message: bytes, num_ranks: int) -> Decision:
     """Return the decision in a message. ValueError if it is none."""
-    match _read(message):
-        case [ranks, str(left_by)] if _are_ranks(ranks, num_ranks) and (ranks or not left_by):
+    match read_json(message, MAX_BYTES):
+        case [ranks, str(left_by)] if are_ranks(ranks, num_ranks) and (ranks or not left_by):
             return Decision(ranks, left_by)
     raise ValueError(f"{message[:100]!r} is no decision of ep_dispatcher {__version__}")
-
-
-def _read(message: bytes) -> Any:
-    try:
-        return json.loads(message) if len(message) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
-        return None
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -75,7 +68,3 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return not other or all(_alike(element, other[min(i, len(other) - 1)]) for i, element in enumerate(one))
     return one is None or other is None or type(one) is type(other) or {type(one), type(other)} == {int, float}
-
-
-def _are_ranks(value: Any, num_ranks: int) -> bool:
-    return type(value) is list and all(type(rank) is int and 0 <= rank < num_ranks for rank in value)

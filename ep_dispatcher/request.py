@@ -33,10 +33,6 @@ class DispatchRequest:
     packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
 
     @property
-    def makes_plan(self) -> bool:
-        return self.plan is None
-
-    @property
     def waits_for_counts(self) -> bool:
         """Whether the host waits for the number of rows before it allocates the output."""
         return self.plan is None and self.num_rows < 0

@@ -6,8 +6,10 @@ would say so only in the text of its error, and would block all other calls on i
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -76,3 +78,21 @@ def delete(store: Store, keys: Iterable[str]) -> None:
             raise
         except RuntimeError:  # the method is missing
             return
+
+
+# ---- what a message says: whoever can connect to the store can also write there -------------------------------------
+
+
+def read_json(message: bytes, most_bytes: int) -> Any:
+    """Return the value in a message; None if it is longer than ``most_bytes``, or no JSON."""
+    try:
+        return json.loads(message) if len(message) <= most_bytes else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def are_ranks(value: Any, num_ranks: int | None = None) -> bool:
+    """Return whether a value from a message is a list of ranks. num_ranks: how many there are, if it is known."""
+    return type(value) is list and all(
+        type(rank) is int and rank >= 0 and (num_ranks is None or rank < num_ranks) for rank in value
+    )

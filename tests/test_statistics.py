@@ -75,6 +75,8 @@ def test_tokens_are_counted_once_by_label(rank, engine, max_recv_rows, ranks_per
         assert same_counts(arrived(buffer), {0: one}), "since the last result"
         nothing = arrived(buffer)
         assert not nothing.tokens_per_expert.any() and not nothing.dispatch_wait_ns.any()
+        buffer.label = None
+        assert buffer.label == 0, "for every way to call an operation"
 
 
 @on_ranks(NUM_RANKS)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.distributed import Store
 
 from ep_dispatcher import threads
-from ep_dispatcher.stores import STORE_GONE
+from ep_dispatcher.stores import STORE_GONE, are_ranks, read_json
 
 # For so many seconds a rank that timed out reads the reports of others, which may time out a little later.
 GRACE_S = 2.0
@@ -101,24 +101,17 @@ def _listen(store: Store, rank: int, word: dict[str, Any], beside: list[int], an
 
 def _read_word(message: bytes, peer: int) -> dict[str, Any]:
     """Return the report in a message. ValueError if it is none: whoever can connect to the store can write there."""
-    try:
-        word = json.loads(message) if len(message) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
-        word = None
+    word = read_json(message, MAX_BYTES)
     if (
         isinstance(word, dict)
         and word.keys() == {"waits", "gone", "operation", "epoch"}
-        and _are_ranks(word["waits"])
-        and _are_ranks(word["gone"])
+        and are_ranks(word["waits"])
+        and are_ranks(word["gone"])
         and type(word["operation"]) is str
         and type(word["epoch"]) is int
     ):
         return word
     raise ValueError(f"{message[:100]!r} is no report of rank {peer}")
-
-
-def _are_ranks(value: Any) -> bool:
-    return type(value) is list and all(type(rank) is int and rank >= 0 for rank in value)
 
 
 def _judge(rank: int, words: dict[int, dict[str, Any]], silent: list[int]) -> tuple[Chain, bool]:
