@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import secrets
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -14,22 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from ep_dispatcher import checks, engines, envs, recompute
-from ep_dispatcher._version import __version__
+from ep_dispatcher import checks, engines, recompute
 from ep_dispatcher.argument_types import EngineName, Layout, Quantize, ScaleFormat, TrainingLayout
 from ep_dispatcher.arguments import BufferDispatchOptions, combine_request, dispatch_request, plan_request
-from ep_dispatcher.engines.base import Engine, EngineConfig
+from ep_dispatcher.buffer_arguments import BufferArguments, agree_on_config, checked_group
+from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
-from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS, check_masks, check_size
-from ep_dispatcher.nvlink import find_nodes
 from ep_dispatcher.outputs import combine_output, dispatch_output, new_handle
 from ep_dispatcher.plain import writable
 from ep_dispatcher.sizes import BufferSizes
 from ep_dispatcher.statistics import Stats, Totals
-from ep_dispatcher.topology import host_id, registered_group
 from ep_dispatcher.wording import Wording
 
 if TYPE_CHECKING:
@@ -58,15 +54,15 @@ def find_buffer(buffer_id: str) -> Buffer:
 
 
 def planned_buffer() -> Buffer | None:
-    """Return the buffer that the next dispatch, if it is that of a recompute, has to use."""
+    """Return the buffer that the next dispatch has to use if it belongs to a recompute, otherwise None."""
     buffer_id = recompute.planned_buffer_id()
     return None if buffer_id is None else find_buffer(buffer_id)
 
 
 @atexit.register
 def _end_operations() -> None:
-    """Let daemon threads leave their operations: Python would end them inside, which aborts the process."""
-    with ExitStack() as stack:  # an error of one buffer must not keep the others
+    """Make daemon threads leave their operations: Python would end them inside, which aborts the process."""
+    with ExitStack() as stack:  # all buffers are destroyed, even if one of them raises an error
         for buffer in list(_buffers.values()):
             if not buffer.is_destroyed and buffer.live_engine().health.is_busy:
                 stack.callback(buffer.destroy)
@@ -96,14 +92,14 @@ class Buffer(BufferSizes):
                          several), unless EP_DISPATCHER_RANKS_PER_NODE is set. An int: that many consecutive ranks form
                          a node, also several nodes on one host (virtual nodes). "nvlink": like None, but an error where
                          ranks of several hosts cannot use the NVLink between them, not nodes of one host
-    timeout_s            limit in seconds of every operation (CUDA engine: of each wait in it) and of each step of
-                         making the buffer; None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
-                         limits: the shortest ends the wait of all
+    timeout_s            limit in seconds for every operation (CUDA engine: for each wait in it) and for each step of
+                         making the buffer. None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
+                         limits: the shortest ends the wait on all of them
     num_sms              the most multiprocessors the CUDA engine uses at a time. None: 24, with layout="decode" 64;
-                         fewer where those of two such buffers and all ranks would not fit on a GPU
-                         together. The CPU engine ignores it
-    nccl_sms             the most multiprocessors that NCCL uses beside num_sms, with the NCCL wire between nodes; None:
-                         4. The same on all ranks
+                         fewer if two such buffers of all ranks would not fit on a GPU together. The CPU engine ignores
+                         it
+    nccl_sms             the most multiprocessors that NCCL uses in addition to num_sms, with the NCCL wire between
+                         nodes. None: 4. The same on all ranks
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
                          its memory through NVIDIA's package cuda-bindings instead of PyTorch's symmetric memory. Not
                          possible with the NVSHMEM wire between hosts
@@ -113,8 +109,8 @@ class Buffer(BufferSizes):
     The sizes are read-only properties too, such as ``buffer.hidden``. ``buffer.max_recv_rows()`` is the safe limit of
     that name for a dispatch.
 
-    Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it, and a ValueError about
-    different arguments of the ranks.
+    Set ``note`` to what the caller is doing ("layer 3"). A PeerTimeoutError begins with it, and so does a ValueError
+    about arguments that differ between ranks.
 
     Copying returns the same buffer: a ``copy.deepcopy`` of a module shares it, and destroy() ends it for both. A buffer
     cannot be pickled.
@@ -123,9 +119,9 @@ class Buffer(BufferSizes):
     does not arrive, and RuntimeError on every rank if one rank fails.
     """
 
-    backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
+    backward_note: str = ""  # `note` for the backwards of the operations that are called from now on
     _label: int = 0
-    caller_keeps_plans = False  # for recomputes, as Megatron's dispatcher does
+    caller_keeps_plans = False  # whether the caller saves plans for recomputes, as Megatron's dispatcher does
 
     def __init__(
         self,
@@ -146,62 +142,44 @@ class Buffer(BufferSizes):
     ):
         self._engine: Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
-        self.totals: Totals | None = None  # since the first stats()
-        self.wording = self.make_wording()  # of errors
+        self.totals: Totals | None = None  # from the first stats() on
+        self.wording = self.make_wording()
         self._mesh = group if isinstance(group, DeviceMesh) else None
-        group = _checked_group(group)
+        group = checked_group(group)
 
-        sizes = (group.size(), hidden, num_experts, num_topk, max_tokens_per_rank, dtype)
-        own_config = partial(
-            _own_config, sizes, engine, ranks_per_node, timeout_s, num_sms, nccl_sms, suspendable, mask_late_ranks
+        arguments = BufferArguments(
+            hidden=hidden,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            engine=engine,
+            ranks_per_node=ranks_per_node,
+            timeout_s=timeout_s,
+            num_sms=num_sms,
+            nccl_sms=nccl_sms,
+            suspendable=suspendable,
+            mask_late_ranks=mask_late_ranks,
         )
         try:
-            with Gather(group, _limit_s(timeout_s)) as gather:
-                everyone = gather("configuration", own_config)
-                mine = everyone[group.rank()]
-                self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
-                with gather.same_on_all_ranks():
-                    _check_same(everyone)
-                same, hosts = mine["same"], [one["host"] for one in everyone]
-                topology, why_hosts = find_nodes(gather, group.rank(), hosts, same["ranks_per_node"], same["engine"])
-                with gather.same_on_all_ranks():
-                    self.config = EngineConfig(
-                        num_nodes=topology.num_nodes,
-                        ranks_per_node=topology.ranks_per_node,
-                        **mine["sizes"],
-                        dtype=dtype,
-                        mask_late_ranks=same["mask_late_ranks"],
-                        group=group,
-                        topology=topology,
-                        hosts=tuple(hosts),
-                        why_hosts=why_hosts,
-                        buffer_id=self.id,
-                        wording=self.wording,
-                        timeout_s=mine["timeout_s"],
-                        num_sms=mine["num_sms"],
-                        nccl_sms=same["nccl_sms"],
-                        suspendable=same["suspendable"],
-                        store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
-                        gather=gather,
-                    )
-                    check_size(self.config)
-                    check_masks(self.config, self.config.suspendable)
-                self._engine_name = same["engine"]
-                self._history = History(f"ep_dispatcher/change/{self.id}")
+            with Gather(group, arguments.limit_s) as gather:
+                self._engine_name, self.config = agree_on_config(gather, group, arguments, self.wording)
+                self.id: str = self.config.buffer_id
+                self._suspend_history = History(f"ep_dispatcher/change/{self.id}")
                 self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
                 self._engine = engines.make(self._engine_name, self.config)
                 kind = self._engine.device
                 self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
             _buffers[self.id] = self
         except BaseException:  # it is raised again
-            made, self._engine = self._engine, None
-            if made is not None:  # after the last step: the other ranks have the buffer, and learn that this one left
-                made.destroy()
+            engine_or_none, self._engine = self._engine, None
+            if engine_or_none is not None:  # after the last step: the others have the buffer, and learn that we left
+                engine_or_none.destroy()
             raise
 
     @property
     def note(self) -> str:
-        """What the caller is doing, in its own words."""
+        """What the caller is doing, in the caller's own words."""
         return self.wording.note
 
     @note.setter
@@ -210,7 +188,7 @@ class Buffer(BufferSizes):
 
     @property
     def label(self) -> int:
-        """The caller's number, such as that of a layer: a dispatch with too few rows has it in its error."""
+        """A number of the caller, such as that of a layer. The error of a dispatch with too few rows contains it."""
         return self._label
 
     @label.setter
@@ -224,10 +202,10 @@ class Buffer(BufferSizes):
 
     @property
     def is_suspended(self) -> bool:
-        """Whether suspend() was called, and resume() not yet."""
+        """Whether the buffer is suspended: suspend() was called, and resume() was not called since."""
         return self._engine is not None and self._engine.health.suspended
 
-    # The types of the results, as those of ep.dispatch.
+    # The overloads give the types of the results, as for ep.dispatch.
     @overload
     def dispatch(  # type: ignore[overload-overlap]  # the first that fits counts
         self,
@@ -294,9 +272,9 @@ class Buffer(BufferSizes):
             decode layout:  out.x[expert, i] = x[the expert's i-th token]  for i < out.tokens_per_expert[expert]
 
         x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden], scales)
-                      if hidden is a multiple of 16; out.x is of the same kind. Scales are float32 [num_tokens,
-                      ceil(hidden / 128)], or those of MXFP8: float8_e8m0fnu or uint8 [num_tokens, 4 * ceil(hidden /
-                      128)]. torch.autocast of the buffer's dtype casts rows, also those of a combine
+                      if hidden is a multiple of 16. out.x has the same form. Scales are float32 [num_tokens,
+                      ceil(hidden / 128)], or for MXFP8 float8_e8m0fnu or uint8 [num_tokens, 4 * ceil(hidden / 128)].
+                      torch.autocast of the buffer's dtype casts rows, here and in a combine
         topk_idx      int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none. No expert may
                       appear twice for a token
         topk_weights  float32 [num_tokens, num_topk], or None on every rank
@@ -305,26 +283,26 @@ class Buffer(BufferSizes):
                       "rank": rows are ordered by (source rank, source token). There is no padding;
                       expert_alignment only rounds rows_per_expert up.
                       "decode": every local expert has room for all tokens of all ranks. So shapes do not depend on
-                      counts, as masked grouped GEMMs need it. Rows are ordered as in expert layout. Give no
+                      counts, as masked grouped GEMMs require. Rows are ordered as in expert layout. Do not give
                       topk_weights, max_recv_rows or expert_alignment. There are no gradients
         quantize      "e4m3_1x128", "e4m3_1x128_pow2" or "mxfp8": bfloat16 rows travel and arrive as the float8 pairs
                       of ep.quantize(x, quantize)
-        handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must then be None, and all
-                      ranks must pass the handle of the same dispatch
+        handle        the handle of an earlier dispatch on this buffer, whose routing is used again. topk_idx must then
+                      be None, and all ranks must pass the handle of the same dispatch
         max_recv_rows the exact number of rows of the output; zero rows fill its end. If a rank needs more, every rank
                       raises a ValueError with the rows each rank needs. With the CUDA engine the host does not wait
-                      then. So this error and others come later, from the first of these: check() or
+                      in this case. So this error and others are raised later, by the first of these: check() or
                       out.event.synchronize() (the buffer stays usable if all ranks call it there), the next operation
                       or destroy() (the buffer has ended). Discard the outputs
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
                       exponents in an int32; hidden must then be a multiple of 512. With MXFP8 it must be "ue8m0", for
                       every hidden
-        return_hook   decode layout: the call sends, once all ranks have called; out.hook() waits and places rows, in
-                      the stream current then. In between no multiprocessor is in use. The arguments may be overwritten
-                      once the call's work in its stream is done. Call the hook before any other operation of this
-                      buffer, and in the CUDA graph of the call; another buffer may be used meanwhile. Until the hook is
-                      called out.event covers the call alone. The CPU engine does both in the call. Not possible with
-                      async_finish
+        return_hook   decode layout: the call sends, once all ranks have called it; out.hook() waits and places rows,
+                      in the stream that is current then. No multiprocessor is in use between the two. The arguments
+                      may be overwritten once the call's work in its stream is done. Call the hook before any other
+                      operation of this buffer, and in the CUDA graph of the call; another buffer may be used meanwhile.
+                      Until the hook is called out.event covers the call alone. The CPU engine does both in the call.
+                      Not possible with async_finish
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
@@ -363,15 +341,15 @@ class Buffer(BufferSizes):
         """Make the plan of a routing before its rows are ready. Return its handle.
 
             handle = buffer.plan(topk_idx)
-            out = buffer.dispatch(x, topk_weights=topk_weights, handle=handle)   # as fast as with any handle
+            out = buffer.dispatch(x, topk_weights=topk_weights, handle=handle)      # as fast as with any handle
             out = ep.dispatch(buffer, x, topk_weights=topk_weights, handle=handle)  # the same, with gradients
 
         Without max_recv_rows the host waits here for the counts, and the dispatch does not wait again. Then
         ``handle.rows_on_host`` has the counts per expert.
 
         topk_idx is int32 or int64 [num_tokens, num_topk]. All arguments are as in dispatch; decode layout is not
-        allowed. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each row, and
-        ``counters()`` counts them.
+        allowed. This is a collective operation, with the errors of a dispatch. It moves 16 bytes for each row, which
+        ``counters()`` includes.
         """
         engine = self.live_engine()
         with self._async_scope(async_finish, topk_idx):
@@ -383,7 +361,9 @@ class Buffer(BufferSizes):
                 max_recv_rows=max_recv_rows,
                 label=self.label,
             )
-            handles = [] if self.caller_keeps_plans else recompute.handles_of(engine, request)
+            handles: list[Handle] = []  # of this plan; a recompute finds the one of its forward pass here
+            if not self.caller_keeps_plans:
+                handles = recompute.handles_of(engine, request)
             if not handles:
                 handles.append(new_handle(engine, request, engine.dispatch(request)))
             return handles[0]
@@ -435,10 +415,10 @@ class Buffer(BufferSizes):
                       rank layout each row is the caller's sum over the token's local experts. In decode layout y has
                       the shape of out.x, [num_local_experts, num_ranks * max_tokens_per_rank, hidden]. Contiguous
                       memory that begins at a multiple of 16 bytes is sent without a copy
-        handle        of the dispatch, the same dispatch on all ranks. The CUDA engine reports a difference late, like
-                      the errors of max_recv_rows
+        handle        the handle of the dispatch, which must be the same dispatch on all ranks. The CUDA engine reports
+                      a difference late, like the errors of max_recv_rows
         topk_weights  float32, in the shape that dispatch returned, or None on every rank. They travel back to their
-                      tokens, which a backward needs. Decode layout has none
+                      tokens, as a backward needs it. Decode layout has none
         weights       decode layout, required there: float32 [num_tokens, num_topk] of this rank's tokens. It is not
                       read where topk_idx is -1
         out           decode layout: [num_tokens, hidden] of the buffer's dtype; it becomes res.x. The sums are written
@@ -470,14 +450,14 @@ class Buffer(BufferSizes):
             buffer.dispatch_wait_ns = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
             buffer.combine_wait_ns = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
             ...                                     # from now on every operation adds to them, also in backwards
-            buffer.dispatch_wait_ns.argmax()        # the rank that others wait for most
+            buffer.dispatch_wait_ns.argmax()        # the rank that this rank has waited for longest
 
         The tensor stays the caller's: read it, or set it to zero. The default None measures nothing. Keep the tensor
         while operations that were launched with it may run. A CUDA graph adds to the tensor of its capture.
 
-        Entry r grows by the time from the start of a wait until rank r has done what was waited for. The entry of this
-        rank does not change. A rank that comes first sees large entries, a late one small ones. Times of one operation
-        overlap, because it waits for several ranks at once.
+        Entry r grows by the time from the start of a wait until rank r has done what this rank waits for. The entry of
+        this rank does not change. A rank that arrives first sees large entries, a late one small entries. Times of one
+        operation overlap, because it waits for several ranks at once.
 
         CPU engine: all waits, by CLOCK_MONOTONIC. In a combine between nodes the wait for a rail peer's sums counts for
         that peer, even if it waits for another rank itself. CUDA engine: the waits of one warp, by globaltimer, whose
@@ -508,7 +488,7 @@ class Buffer(BufferSizes):
         engine, argument = self.live_engine(), f"{operation}_wait_ns"
         if self.totals is not None:
             if wait_ns is None:
-                return  # as it is
+                return  # stats() goes on measuring
             checks.refuse(f"{argument} cannot be set after stats(), which returns the same waits")
         if wait_ns is not None:
             checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
@@ -522,22 +502,22 @@ class Buffer(BufferSizes):
         self._wait_ns[operation] = wait_ns
 
     def stats(self) -> Stats | None:
-        """Return tokens of each expert and waits for each rank, since the last result. The host does not wait for it.
+        """Return the tokens of each expert and the waits for each rank since the last result, without a wait.
 
             for step in range(steps):
                 train_step()
-                if (stats := buffer.stats()) is not None:       # on GPUs usually those of the step before
+                if (stats := buffer.stats()) is not None:       # on GPUs usually about the step before
                     stats.tokens_per_expert.sum()               # tokens that have arrived on this rank
 
-        The first call begins to count, and returns None. Each further call starts a copy to the host of what has been
-        counted so far, and returns the difference between the newest copy that has arrived and the one of the last
-        result; None if there is no new one. So nothing is lost or counted twice, however far the host is ahead.
+        The first call begins to count, and returns None. Each further call starts a copy of the counts so far to the
+        host, and returns the difference between the newest copy that has arrived and the copy of the last result. It
+        returns None if there is no new copy. So nothing is lost or counted twice, however far the host is ahead.
 
-        Every dispatch with a topk_idx counts, and every ``plan``; not a dispatch with a handle, such as in backwards,
-        and in recomputes with ``ep.recompute_contexts``. CUDA graphs count in each replay, if they were captured after
-        the first call. Every rank may call it or not, between any two operations.
+        Every dispatch with a topk_idx counts, and every ``plan``. A dispatch with a handle does not count, for example
+        in backwards, and in recomputes with ``ep.recompute_contexts``. CUDA graphs count in each replay if they were
+        captured after the first call. Every rank may call this or not, between any two operations.
 
-        It costs one small kernel in each such dispatch, and on GPUs the waits are measured as with
+        It costs one small kernel in each dispatch that counts. On GPUs the waits are measured as with
         ``dispatch_wait_ns``, which must be None and can no longer be set. See docs/statistics.md.
         """
         engine, config = self.live_engine(), self.config
@@ -552,17 +532,17 @@ class Buffer(BufferSizes):
             graph.replay()
             buffer.check()    # a replay alone raises nothing
 
-        Raises PeerTimeoutError if a peer did not arrive, or ValueError for the first mistake since the last check.
-        Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
+        Raises PeerTimeoutError if a peer did not arrive, or ValueError for the first wrong argument since the last
+        check. Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
         called check() at the same place.
         """
         with self.wording:
             self.live_engine().check()
 
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
-        """Drop each late error of the caller for which ``found`` returns True: the buffer stays usable.
+        """Drop each late ValueError for which ``found`` returns True, so that the buffer stays usable.
 
-        All ranks have to drop the same ones. A dispatch with too few rows has given zeros on all of them. The CPU
+        All ranks have to drop the same errors. A dispatch with too few rows has returned zeros on all of them. The CPU
         engine has no late errors.
         """
         self.live_engine().overlook(found)
@@ -570,41 +550,43 @@ class Buffer(BufferSizes):
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes that this rank has moved since the buffer was made. Each list has an entry per rank.
 
-        inter_node_bytes_sent       rows, scales, weights and sums sent to that rank, on another node
-        inter_node_list_bytes_sent  counts and lists sent to it
-        intra_node_bytes_read       rows, scales and weights read from the memory of that rank, on this node; own too
-        intra_node_bytes_written    sums and weights written to its memory; own too
+        inter_node_bytes_sent       rows, scales, weights and sums sent to that rank on another node
+        inter_node_list_bytes_sent  counts and lists sent to that rank
+        intra_node_bytes_read       rows, scales and weights read from the memory of that rank on this node
+        intra_node_bytes_written    sums and weights written to the memory of that rank on this node
+
+        A rank also counts what it reads from its own memory and writes to it.
 
         With the CUDA engine the host waits for the device.
         """
         return self.live_engine().counters()
 
     def suspend(self) -> None:
-        """Give memory back, but keep everything else: addresses, connections, handles, captured graphs.
+        """Free memory, but keep everything else: addresses, connections, handles, captured graphs.
 
             buffer = ep.Buffer(..., suspendable=True)
             buffer.suspend()
             ...                # another phase uses the memory
             buffer.resume()
 
-        Collective: all ranks call it, with the buffer's limit. It waits for the operations under way. If these have
-        late errors, it raises them and does not suspend. When it returns, no rank has the memory any more: that of
-        ``ep.buffer_bytes(...).region``, except the flags. While the buffer is suspended, operations raise ValueError,
-        and a graph that is replayed has no valid outputs. See docs/memory.md.
+        Collective: all ranks call it, within the buffer's time limit. It waits for operations that are running. If they
+        have late errors, it raises these and does not suspend. When it returns, all ranks have freed the memory of
+        ``ep.buffer_bytes(...).region``, except for the flags. While the buffer is suspended, operations raise
+        ValueError, and the outputs of a replayed graph are not valid. See docs/memory.md.
 
         Raises ValueError on every rank if the buffer was made without ``suspendable=True``, is suspended or destroyed.
         Raises PeerTimeoutError if a rank does not arrive: the buffer has ended then.
         """
-        self._change("suspend")
+        self._suspend_or_resume("suspend")
 
     def resume(self) -> None:
         """Map memory again, at the same addresses. Collective, like suspend().
 
         Handles and captured graphs are valid again. If a rank gets no memory, every rank raises RuntimeError. Then
-        the buffer stays suspended, and all ranks can call resume() again. Other errors are those of suspend(), and
-        ValueError if the buffer is not suspended.
+        the buffer stays suspended, and all ranks can call resume() again. Other errors are as in suspend(), and it
+        raises ValueError if the buffer is not suspended.
         """
-        self._change("resume")
+        self._suspend_or_resume("resume")
 
     @property
     def mask(self) -> Tensor:
@@ -614,21 +596,21 @@ class Buffer(BufferSizes):
             out = buffer.dispatch(x, topk_idx, layout="decode")     # raises nothing if rank 3 does not come
             buffer.mask                                             # tensor([0, 0, 0, 1])
 
-        It is a copy, as earlier operations in the current stream left it. The host does not wait. A masked rank counts
-        as absent:
+        It is a copy of the state after earlier operations in the current stream. The host does not wait. A masked rank
+        is treated as absent:
 
-        - Nobody waits for it.
+        - No rank waits for it.
         - A dispatch brings none of its tokens. If it was masked after the dispatch had begun, or after the dispatch of
           a given handle, its tokens count, and their rows are zeros (CPU engine) or undefined (CUDA engine).
         - In a combine the rows of its experts add nothing to the sums.
 
-        Each rank masks for itself, once it has waited for timeout_s. A masked rank that still runs raises
+        Each rank masks on its own, once it has waited for timeout_s. A masked rank that still runs raises
         PeerTimeoutError with ``late_ranks == (itself,)``. See "Masked ranks" in docs/errors.md.
         """
         return self._masking_engine().mask
 
     def mask_rank(self, rank: int) -> None:
-        """Mask a rank by hand, for later operations in the current stream. All ranks but the masked one call it.
+        """Mask a rank explicitly, for later operations in the current stream. All ranks except that one call it.
 
         Raises ValueError if the rank is not in the group, or is this rank.
         """
@@ -639,12 +621,13 @@ class Buffer(BufferSizes):
         engine.mask_rank(rank)
 
     def unmask(self) -> None:
-        """Let all ranks in again. Collective: all ranks of the group call it, the masked ones too.
+        """Unmask all ranks. Collective: all ranks of the group call it, the masked ones too.
 
-        It waits for all ranks and their operations under way. An operation that waits for its hook is dropped. Handles
-        and captured graphs are valid again. If a rank does not arrive within timeout_s, PeerTimeoutError names it, the
-        masks stay, and operations go on with them. If a rank is gone for good, no rank can be let in: make a new buffer
-        on a smaller group. If a rank fails after all have arrived, the buffer ends on all of them, with a RuntimeError.
+        It waits for all ranks and for their running operations. An operation that waits for its hook is dropped.
+        Handles and captured graphs are valid again. If a rank does not arrive within timeout_s, PeerTimeoutError names
+        it, the masks stay, and operations go on with them. If a rank is gone for good, no rank can be unmasked: make a
+        new buffer on a smaller group. If a rank fails after all have arrived, the buffer ends on all ranks, with a
+        RuntimeError.
         """
         engine, config = self._masking_engine(), self.config
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
@@ -659,26 +642,31 @@ class Buffer(BufferSizes):
             checks.refuse("buffer has no masks: make it by ep.Buffer(..., mask_late_ranks=True)")
         return engine
 
-    def _change(self, change: str) -> None:
+    def _suspend_or_resume(self, operation: Literal["suspend", "resume"]) -> None:
         engine, config = self.live_engine(), self.config
         if not config.suspendable:
             checks.refuse("buffer cannot be suspended: make it by ep.Buffer(..., suspendable=True)")
-        engine.refuse_unreceived(change)
+        engine.refuse_unreceived(operation)
         if not dist.is_initialized():
-            checks.refuse(f"the process group of this buffer is gone: call {change}() before destroy_process_group()")
-        meet = partial(Gather, config.group, config.timeout_s, operation=change, history=self._history)
+            checks.refuse(
+                f"the process group of this buffer is gone: call {operation}() before destroy_process_group()"
+            )
+        meet = partial(Gather, config.group, config.timeout_s, operation=operation, history=self._suspend_history)
         with self.wording:
-            engine.suspend(meet) if change == "suspend" else engine.resume(meet)
+            if operation == "suspend":
+                engine.suspend(meet)
+            else:
+                engine.resume(meet)
 
     def destroy(self) -> None:
         """Free memory and connections. All ranks call it; it does not wait for peers. A second call does nothing.
 
         Any thread may call it, such as a watchdog. On the CUDA engine a thread other than the one that made the buffer
-        aborts operations that are under way, healthy ones too. If a thread is inside an operation, that thread raises
-        RuntimeError soon, and this call waits for it, at most timeout_s and 10 s more.
+        aborts operations that are running, healthy ones too. If a thread is inside an operation, that thread soon
+        raises RuntimeError, and this call waits for it, for at most timeout_s and 10 s more.
 
-        Raises the errors that operations have found since the last check, errors of freeing such as a lost GPU, and
-        RuntimeError if the thread inside does not leave its operation; that thread then frees when it leaves.
+        Raises the errors that operations have found since the last check, errors while freeing, such as a lost GPU, and
+        RuntimeError if the thread inside does not leave its operation. That thread then frees when it leaves.
         """
         if self._engine is not None:
             engine, self._engine = self._engine, None
@@ -687,17 +675,19 @@ class Buffer(BufferSizes):
                 with self.wording:
                     engine.destroy()
             except BaseException as error:
-                # The other ranks must learn at once that this one left, wherever an interrupt came.
+                # The other ranks must learn at once that this one left, wherever an interrupt arrived.
                 if engine.health.waits_to_be_freed or not isinstance(error, Exception):
                     with suppress(Exception):  # the first error is the one to raise
                         engine.destroy()
                 raise
 
     def __repr__(self) -> str:
-        engine = self._engine
-        return self.config.described(
-            "destroyed" if engine is None else engine.summary + ", suspended" * self.is_suspended
-        )
+        if self._engine is None:
+            return self.config.described("destroyed")
+        state = self._engine.summary
+        if self.is_suspended:
+            state += ", suspended"
+        return self.config.described(state)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Buffer:
         """Return this buffer itself: a deep copy of a module gets its own weights and shares the buffer."""
@@ -725,84 +715,11 @@ class Buffer(BufferSizes):
         return self.live_engine().asynchronous(*inputs) if async_finish else _NO_ASYNC
 
     def live_engine(self) -> Engine:
-        """Return the engine. ValueError after destroy()."""
+        """Return the engine. Raise ValueError after destroy()."""
         if self._engine is None:
             checks.refuse("buffer was destroyed")
         return self._engine
 
     def make_wording(self) -> Wording:
-        """Return the words for this buffer's errors."""
+        """Return what words this buffer's errors. Subclasses use their own terms."""
         return Wording()
-
-
-def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """Return the group of a buffer, the default one for None. ValueError if this process cannot have a buffer there."""
-    if not dist.is_initialized():
-        given = "None" if group is None else type(group).__name__
-        checks.refuse(
-            f"group is {given}, but torch.distributed is not initialised: call torch.distributed.init_process_group "
-            "first"
-        )
-    return registered_group(dist.group.WORLD if group is None else group)
-
-
-def _own_config(
-    sizes: tuple[Any, ...],
-    engine: str,
-    ranks_per_node: int | str | None,
-    timeout_s: float | None,
-    num_sms: int | None,
-    nccl_sms: int | None,
-    suspendable: bool,
-    mask_late_ranks: bool,
-) -> dict[str, Any]:
-    """Check the arguments of a buffer, and return this rank's part. Entries of "same" must be equal on all ranks.
-
-    sizes: those of checks.buffer_sizes.
-    """
-    envs.warn_of_unknown()
-    name = engines.choose(envs.engine() if engine == "auto" else engine)
-    per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
-    if isinstance(per_node, str):
-        if per_node != "nvlink" or name != "cuda":
-            checks.fail("ranks_per_node", repr(per_node), "an integer of at least 1, or 'nvlink' with engine='cuda'")
-    elif per_node is not None:
-        per_node = checks.integer("ranks_per_node", per_node, 1)
-    limit_s = envs.timeout_s() if timeout_s is None else timeout_s
-    checks.seconds("timeout_s", limit_s)
-    checked = checks.buffer_sizes(*sizes)
-    same = dict(
-        engine=name,
-        ranks_per_node=per_node,
-        wire=envs.wire(),
-        nccl_sms=DEFAULT_NCCL_SMS if nccl_sms is None else checks.integer("nccl_sms", nccl_sms, 1, MAX_NCCL_SMS),
-        suspendable=checks.boolean("suspendable", suspendable),
-        mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
-        version=__version__,
-    )
-    dtype = str(checked.pop("dtype"))  # plain data
-    return dict(
-        sizes=checked,
-        same=checked | same | dict(dtype=dtype),
-        timeout_s=limit_s,
-        num_sms=None if num_sms is None else checks.integer("num_sms", num_sms, 1),
-        host=host_id(),
-        buffer_id=secrets.randbits(62),
-    )
-
-
-def _limit_s(timeout_s: float | None) -> float:
-    """Return the limit of making a buffer. If the given one is wrong: the default, so that all ranks learn of it."""
-    try:
-        limit_s = envs.timeout_s() if timeout_s is None else timeout_s
-        checks.seconds("timeout_s", limit_s)
-        return limit_s
-    except ValueError:
-        return envs.timeout_s.default
-
-
-def _check_same(everyone: list[dict[str, Any]]) -> None:
-    for rank, one in enumerate(everyone):
-        for name, first in everyone[0]["same"].items():
-            if (other := one["same"][name]) != first:
-                raise ValueError(f"{name}: rank 0 gave {first}, rank {rank} gave {other}; all ranks must give the same")

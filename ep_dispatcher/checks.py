@@ -182,7 +182,7 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
         one_of("quantize", quantize, QUANTIZE)
     if isinstance(x, (tuple, list)):
         if quantize is not None:
-            fail("quantize", repr(quantize), "None when x is a pair, whose rows are quantised already")
+            fail("quantize", repr(quantize), "None when x is a pair, whose rows are quantized already")
         if len(x) != 2:
             fail("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (rows, scales)")
         if hidden % ROW_GRANULARITY:

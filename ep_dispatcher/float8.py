@@ -22,7 +22,7 @@ class QuantizedRows(tuple[Tensor, Tensor]):
 
     ``anchor`` is None, or a bfloat16 [n, hidden] tensor without memory of its own. It stands for the exact rows in
     autograd: PyTorch rounds every gradient to its tensor's dtype, so float8 rows cannot carry one. ``dequantize`` uses
-    it. A grouped GEMM of your own takes it as an input, and returns the gradient of the dequantised rows for it.
+    it. A grouped GEMM of your own takes it as an input, and returns the gradient of the dequantized rows for it.
     """
 
     anchor: Tensor | None

@@ -47,7 +47,7 @@ class DispatchRequest:
             ("handle", self.plan),
         )
 
-    def special(self) -> tuple[object, ...]:
+    def observable_fields(self) -> tuple[object, ...]:
         """Return the fields that a compiler or a transform may have replaced: tensors, and sizes."""
         tensors = self.rows, self.scales, self.topk_idx, self.topk_weights, self.plan, self.message_rows
         return *tensors, self.expert_alignment, self.num_rows
@@ -87,7 +87,7 @@ class CombineRequest:
         """Return the tensors to be read, each with the name of the argument that it comes from."""
         return ("y", self.y), ("handle", self.plan), ("topk_weights", self.topk_weights), ("weights", self.weights)
 
-    def special(self) -> tuple[object, ...]:
+    def observable_fields(self) -> tuple[object, ...]:
         """Return the fields that a compiler or a transform may have replaced: tensors, and a size."""
         return self.y, self.plan, self.topk_weights, self.message_rows, self.num_tokens
 
@@ -118,7 +118,15 @@ class Received(NamedTuple):
     # posted by a host that knows them. None if it does not, and for wires that need no such numbers.
     message_rows: Tensor | None = None
     rows_on_host: Tensor | None = None  # of a new plan, as in Handle
-    anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
+    anchor: Tensor | None = None  # of a quantized dispatch with gradients (QuantizedRows); made by with_anchor
+
+
+def with_anchor(request: DispatchRequest, received: Received) -> Received:
+    """Return the tensors of a dispatch with gradients. A quantized one gets an anchor, which needs no memory."""
+    if not request.quantize:
+        return received
+    num_rows, hidden = received.rows.shape
+    return received._replace(anchor=request.rows.new_zeros(()).expand(num_rows, hidden))
 
 
 class Planned(NamedTuple):

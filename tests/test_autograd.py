@@ -234,7 +234,7 @@ def test_dispatch_modes_see_the_operators_and_change_no_bit(rank, engine):
 )
 @on_ranks(2)
 def test_gradients_pass_straight_through_float8(rank, engine, payload, ranks_per_node, layout, hidden, used):
-    """The loss looks at ``used`` of (dequantised rows, topk_weights)."""
+    """The loss looks at ``used`` of (dequantized rows, topk_weights)."""
     case = Case(2, ranks_per_node, torch.bfloat16, payload=payload, hidden=hidden, layout=layout)
     inputs, device = make_inputs(case), device_of(engine, rank)
     x, topk_idx, weights = inputs.on(rank, device)
@@ -253,7 +253,7 @@ def test_gradients_pass_straight_through_float8(rank, engine, payload, ranks_per
         block_max = torch.cat([block.abs().amax(1, keepdim=True).expand_as(block) for block in blocks], 1)
         error = (to("cpu", values).float() - exact).abs()
         assert (error <= exact.abs() / 16 + block_max / 448 / 32).all()  # 3 bits of mantissa, smallest step 2**-9
-        assert error.any(), "nothing was quantised"
+        assert error.any(), "nothing was quantized"
     if "x" in used:
         assert_same(x_grad[0], expected[rank][0], "gradient of x")
     if "topk_weights" in used:

@@ -59,7 +59,7 @@ def test_order_of_the_sums(pools, engine, num_ranks, ranks_per_node, dtype):
     [(2, "quantize"), exhaustive(1, "quantize"), exhaustive(2, "quantize_pow2"), (2, "quantize_mx")],
 )
 def test_quantized_rows_of_several_parts(pools, engine, ranks_per_node, payload, tokens, hidden):
-    """Kernels quantise 8 scale blocks at a time. Here a row has less, some more, and seven times as many. The last
+    """Kernels quantize 8 scale blocks at a time. Here a row has less, some more, and seven times as many. The last
     block of a row may have fewer elements."""
     shape = dict(tokens=tokens, hidden=hidden, payload=payload, num_topk=9, experts_per_rank=8)
     check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, **shape))

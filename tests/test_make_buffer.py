@@ -31,8 +31,8 @@ from lib.interrupts import after, handler, interrupt_this_process
 from lib.round_trip import CONFIG, check_new_buffer, inputs, make_buffer, round_trip
 
 import ep_dispatcher as ep
-from ep_dispatcher import buffer as buffer_module
 from ep_dispatcher import checks, engines, envs, gather, memory, stores
+from ep_dispatcher.buffer_arguments import BufferArguments
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.threads import StoreHangs
 from ep_dispatcher.topology import Topology
@@ -41,7 +41,7 @@ LIMIT_S = 2.0
 SLACK_S = 20.0  # a loaded machine; a wait that knows no limit is longer
 LONG_S = 60.0  # a limit that no test should wait for
 PLACES = {  # what each step calls
-    "configuration": "ep_dispatcher.buffer.host_id",
+    "configuration": "ep_dispatcher.buffer_arguments.host_id",
     "memory": "ep_dispatcher._C_cpu.Engine",
     "memory of the other ranks": "ep_dispatcher._C_cpu.Engine",
     "connections between nodes": "ep_dispatcher.engines.cpu.engine.Rail",
@@ -543,9 +543,19 @@ def test_a_field_that_somebody_has_changed_ends_alike_on_both_ranks(rank, every)
 
     A rank once read its own sizes back from there.
     """
-    sizes = (2, *CONFIG.values(), torch.bfloat16)
-    own_config = buffer_module._own_config(sizes, "cpu", None, LONG_S, None, None, False, False)
-    cases = [(path, other) for path in places([0, own_config, None, None]) for other in OTHERS]
+    arguments = BufferArguments(
+        **CONFIG,
+        dtype=torch.bfloat16,
+        engine="cpu",
+        ranks_per_node=None,
+        timeout_s=LONG_S,
+        num_sms=None,
+        nccl_sms=None,
+        suspendable=False,
+        mask_late_ranks=False,
+    )
+    settings = arguments.own_settings(num_ranks=2)
+    cases = [(path, other) for path in places([0, settings, None, None]) for other in OTHERS]
     usual, ends = gather.Gather._exchange, set()
     for number, (path, other) in list(enumerate(cases))[::every]:
         changes = [number // every % 2 == rank]

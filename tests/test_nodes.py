@@ -18,7 +18,7 @@ from lib.nodes import (
 )
 
 import ep_dispatcher as ep
-import ep_dispatcher.buffer as buffer_module
+from ep_dispatcher import buffer_arguments
 from ep_dispatcher.tools.testing import device_of
 
 cuda = pytest.mark.parametrize("engine", [on("cuda")])
@@ -115,5 +115,5 @@ def test_long_rows_cross_in_pieces(pools, engine, num_ranks, ranks_per_node, row
 def test_nodes_that_the_engine_cannot_serve(rank, engine, hosts, options, argument):
     sizes = dict(hidden=64, num_experts=8, num_topk=2, max_tokens_per_rank=8)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=f"^{argument} "):
-        patch.setattr(buffer_module, "host_id", lambda: hosts[rank])
+        patch.setattr(buffer_arguments, "host_id", lambda: hosts[rank])
         ep.Buffer(engine=engine, **sizes, **options)

@@ -12,8 +12,7 @@ from conftest import on_ranks
 from lib.errors import error_of
 from lib.round_trip import make_buffer, round_trip
 
-from ep_dispatcher import buffer as buffer_module
-from ep_dispatcher import nvlink
+from ep_dispatcher import buffer_arguments, nvlink
 from ep_dispatcher.memory import MAX_LOCAL
 
 OK, NOT_SUPPORTED, UNKNOWN = 0, 3, 999  # of nvmlReturn_t
@@ -178,9 +177,9 @@ def config_of_buffer(hosts: str, domains: str, rank: int, **changes):
         return domains[rank], ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffer_module, "host_id", lambda: hosts[rank])
-        patch.setattr(buffer_module.engines, "choose", lambda engine: "cuda")
-        patch.setattr(buffer_module.engines, "make", make)
+        patch.setattr(buffer_arguments, "host_id", lambda: hosts[rank])
+        patch.setattr(buffer_arguments.engines, "choose", lambda engine: "cuda")
+        patch.setattr(buffer_arguments.engines, "make", make)
         patch.setattr(nvlink, "own_domain", domain)
         make_buffer(**changes).destroy()
     return configs[0]
@@ -207,7 +206,7 @@ def test_a_buffer_has_the_nodes(rank):
 def test_a_node_of_several_hosts_works(rank, engine):
     """Ranks of one machine say that NVLink joins their hosts. PyTorch maps their memory as it can there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffer_module, "host_id", lambda: f"host {rank}")
+        patch.setattr(buffer_arguments, "host_id", lambda: f"host {rank}")
         patch.setattr(nvlink, "own_domain", lambda: ("x", ""))
         buffer = make_buffer(engine=engine)
     with buffer:

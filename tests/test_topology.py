@@ -7,7 +7,7 @@ import torch
 from lib.errors import error_of
 from lib.round_trip import make_buffer, round_trip
 
-from ep_dispatcher import buffer as buffer_module
+from ep_dispatcher import buffer_arguments
 from ep_dispatcher.topology import Topology
 
 
@@ -70,7 +70,7 @@ def test_places_of_the_ranks(host_of, ranks_per_node):
 def on_hosts(rank, host_of, ranks_per_node, expected_nodes, dtype=torch.bfloat16):
     """A whole round on ranks that say that they are on these hosts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffer_module, "host_id", lambda: host_of[rank])
+        patch.setattr(buffer_arguments, "host_id", lambda: host_of[rank])
         buffer = make_buffer(ranks_per_node=ranks_per_node, dtype=dtype)
     with buffer:
         assert buffer.topology.nodes == expected_nodes

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.arguments import dispatch_request
-from ep_dispatcher.autograd import buffer_of, checked_plan
+from ep_dispatcher.autograd import backward_buffer, check_saved_plan
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
@@ -216,8 +216,8 @@ class _MlpInParts(torch.autograd.Function):
         of_a, of_b, tensors = saved[:_PER_PART], saved[_PER_PART : 2 * _PER_PART], saved[2 * _PER_PART :]
         kept, plans = [Kept(*of_a[:-2]), Kept(*of_b[:-2])], [of_a[-2:], of_b[-2:]]
         mlp: Mlp = ctx.mlp
-        parameters, buffer = mlp.saved(tensors), buffer_of(ctx)
-        plans = [checked_plan(*plan) for plan in plans]
+        parameters, buffer = mlp.saved(tensors), backward_buffer(ctx)
+        plans = [check_saved_plan(*plan) for plan in plans]
         goes_back = _dispatch_goes_back(ctx)
         grad_x = grad.new_empty(grad.shape) if goes_back else None
         grad_topk_weights: list[Any] = [None, None]

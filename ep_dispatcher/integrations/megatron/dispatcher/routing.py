@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, engines
 from ep_dispatcher.errors import UnknownExpertError
-from ep_dispatcher.observers import is_observed, plain_apply
+from ep_dispatcher.observers import apply_without_functorch, is_observed
 from ep_dispatcher.plain import plain
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
@@ -138,7 +138,7 @@ class _Columns(torch.autograd.Function):
         return grad_probs, None, None
 
 
-_make_columns = plain_apply(_Columns)
+_make_columns = apply_without_functorch(_Columns)
 
 
 def _sizes(ctx: Any, num_tokens: int) -> tuple[Any, ...]:
