@@ -150,7 +150,7 @@ def sides_of(
     assert out.topk_weights is not None
     most = {
         1: most_rows(out),
-        2: max(most_rows(buffer.dispatch(x, idx)) for x, idx in zip(*map(overlap.cut, (x, idx)))),
+        2: max(most_rows(buffer.dispatch(x, idx)) for x, idx in zip(*map(overlap.split_tokens, (x, idx)))),
     }
     ends = out.tokens_per_expert.cumsum(0).int()
 
@@ -173,7 +173,7 @@ def sides_of(
         calls[path] = partial(layer, path), given
         calls["GEMMs"] = experts, [out.x, out.topk_weights, w1, w2]
         if path == "parts":
-            chosen = "overlap" if overlap.why_not(buffer, num_parts=2) is None else "serial"
+            chosen = "overlap" if overlap.no_overlap_reason(buffer, num_parts=2) is None else "serial"
             ran |= {(name, path): f"chose {chosen}, " for name in PASSES}
     sides: dict[tuple[str, str], Callable[[], None]] = {}
     for path, (call, arguments) in calls.items():

@@ -29,7 +29,7 @@ from ep_dispatcher.tools.testing import device_of
 COUNTS = [100, 0, 300, 7]
 # Decibels of signal to noise beside float64, of results and of gradients. Measured with random operands: 23.7 to 24.1
 # and 22.9 to 24.2 without biases, 26.9 to 27.5 and 24.2 to 27.9 with them. bfloat16 has 47 to 53, and so has the
-# gradient of b2, whose rows are not quantised.
+# gradient of b2, whose rows are not quantized.
 LEAST, LEAST_OF_GRADS, MOST = 23, 22, 35
 
 
@@ -84,7 +84,7 @@ def test_no_rows(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_sets_of_rows_quantised_or_not(device, dtype):
+def test_two_sets_of_rows_quantized_or_not(device, dtype):
     """A pair with an anchor is the same as the rows; gradients of weights are added where take_grads says."""
     act = FAMILIES["swiglu"]
     rows, row_weights, w1, w2, *_ = given = operands(device, 256, 80, act, COUNTS)
@@ -181,7 +181,7 @@ def test_the_module(rank, engine):
 
 
 @on_ranks(1)
-def test_what_cannot_be_quantised_is_refused_before_anything_is_sent(rank, engine):
+def test_what_cannot_be_quantized_is_refused_before_anything_is_sent(rank, engine):
     """test_experts has the arguments that are wrong everywhere."""
     case, inputs = case_of(1, 1)
     x, idx, weights, w1, w2 = given_to(rank, engine, case, inputs)

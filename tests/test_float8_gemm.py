@@ -14,7 +14,7 @@ from lib.grouped_gemm import ROWS_BEHIND, groups
 
 import ep_dispatcher as ep
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
-from ep_dispatcher.moe.matrices import QuantizedMatrices
+from ep_dispatcher.moe.expert_matrices import QuantizedMatrices
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -183,7 +183,7 @@ USUAL = [("swiglu", 256), ("gpt-oss", 80), ("squared_relu", 80)]
     [*USUAL, *(exhaustive(name, width) for name in FAMILIES for width in (256, 80) if (name, width) not in USUAL)],
 )
 def test_the_activation(device, name, width):
-    """That of grouped_gemm in float32, quantised."""
+    """That of grouped_gemm in float32, quantized."""
     torch.manual_seed(5)
     counts, act = COUNTS["uneven"], FAMILIES[name]
     ends, end = ends_of(counts, device), sum(counts)

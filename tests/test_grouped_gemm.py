@@ -5,7 +5,7 @@ import torch
 from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.matrices import shifts_of
+from ep_dispatcher.moe.expert_matrices import lowest_and_shifts
 from ep_dispatcher.tools.testing import device_of
 
 PLACES = ("together", "backwards", "apart", "parted", "odd")
@@ -17,7 +17,7 @@ def ends(request, engine) -> torch.Tensor:
 
 
 def matrices(place: str, experts: int, n: int, k: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Matrices [n, k], one per expert.
+    """ExpertMatrices [n, k], one per expert.
 
     Neighbours in one tensor, in either order; tensors of their own; with unequal gaps between them; at odd addresses.
     """
@@ -45,11 +45,11 @@ def test_where_weights_can_lie_without_a_copy():
         (memory.view(7, 4, 8), tuple(range(0, 56, 8))),
         (four[3:], (0,)),
     ):
-        base, shifts = shifts_of(weights)
+        base, shifts = lowest_and_shifts(weights)
         assert shifts == right and base.data_ptr() == min(weight.data_ptr() for weight in weights)
     columns = torch.arange(32.0).view(8, 4)
     for weights in ([columns.t(), columns.t()], [memory[1:][:32].view(4, 8), four[1]], columns.view(2, 4, 4).mT):
-        base, shifts = shifts_of(weights)
+        base, shifts = lowest_and_shifts(weights)
         step = weights[0].nbytes // 16
         assert shifts == (0, step) and torch.equal(base, weights[0]), "copied"
         copies = base.as_strided((2, *base.shape), (4 * step, base.shape[1], 1))

@@ -11,7 +11,7 @@ from lib.experts import CLOSE, MAX_RECV_ROWS, MAX_TOKENS, given_to, make_case, s
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_dispatcher as ep
-from ep_dispatcher.moe.activation import checked
+from ep_dispatcher.moe.activation import check_activation
 from ep_dispatcher.tools.testing import device_of
 
 HIDDEN = 16
@@ -174,26 +174,26 @@ UNREAD = {
 def test_a_field_that_the_function_does_not_read_is_refused(field):
     """``ep.Activation("gelu", alpha=1.702)`` was plain GELU."""
     for activation in UNREAD[field]:
-        assert error_of(checked, activation).startswith(f"activation.{field}"), activation
+        assert error_of(check_activation, activation).startswith(f"activation.{field}"), activation
     for harmless in (ep.Activation("gelu", alpha=1), ep.Activation("squared_relu", beta=4.0, linear_beta=25)):
-        assert checked(harmless) == harmless
+        assert check_activation(harmless) == harmless
 
 
 def test_numbers_of_an_activation():
     """They are numbers of Python or NumPy that float32 can compute with."""
     for seven in (7, 7.0, np.float32(7), np.float64(7), np.int64(7)):
-        found = checked(ep.Activation(limit=seven, alpha=seven, offset=seven))
+        found = check_activation(ep.Activation(limit=seven, alpha=seven, offset=seven))
         assert found == ep.Activation(limit=7.0, alpha=7.0, offset=7.0)
         assert {type(value) for value in (found.limit, found.alpha, found.offset)} == {float}
-    assert checked(ep.Activation(limit=1e39)).limit is None  # no float32 is larger
+    assert check_activation(ep.Activation(limit=1e39)).limit is None  # no float32 is larger
     wrong = [True, np.bool_(True), "7", torch.tensor(7.0), 0, -1.0, 1e-50, float("nan"), float("inf"), 10**400]
     for field in ("limit", "alpha", "offset"):
         for value in wrong + [1e39] * (field != "limit"):
             if field == "offset" and value in (0, -1.0, 1e-50):
                 continue
-            assert error_of(checked, ep.Activation(**{field: value})).startswith(f"activation.{field}"), value
+            assert error_of(check_activation, ep.Activation(**{field: value})).startswith(f"activation.{field}"), value
     for name in ("an ep.Activation", "relu", None, 3, ["swiglu"], torch.tensor([1, 2]), np.array(["swiglu"] * 2)):
-        assert error_of(checked, name).startswith("activation"), name
+        assert error_of(check_activation, name).startswith("activation"), name
 
 
 @on_ranks(1)

@@ -174,7 +174,9 @@ class Machine:
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             engine = buffer.live_engine()
             patch.setattr(engine, name, partial(self.note, getattr(engine, name), name, size))
-        steps = dict(run_rows="experts", grads_of_rows="gradients of rows", write_grads="gradients of weights")
+        steps = dict(
+            forward_rows="experts", backward_rows="gradients of rows", write_parameter_grads="gradients of weights"
+        )
         patch.setattr(
             overlap, "torch", types.SimpleNamespace(**vars(torch) | dict(cat=partial(self.note, torch.cat, CAT, None)))
         )
@@ -243,10 +245,10 @@ def test_an_error_while_peers_wait_ends_the_buffer(rank: int) -> None:
     """An error while operations are left ends the buffer; a ValueError does not, nor one behind the last operation."""
     with small_layer(rank) as (buffer, leaves, idx):
         for place, kind, ends in (
-            ("run_rows", torch.cuda.OutOfMemoryError, True),
-            ("run_rows", ValueError, False),
-            ("grads_of_rows", torch.cuda.OutOfMemoryError, True),
-            ("write_grads", torch.cuda.OutOfMemoryError, False),
+            ("forward_rows", torch.cuda.OutOfMemoryError, True),
+            ("forward_rows", ValueError, False),
+            ("backward_rows", torch.cuda.OutOfMemoryError, True),
+            ("write_parameter_grads", torch.cuda.OutOfMemoryError, False),
         ):
 
             def fail(*_, kind=kind):
@@ -295,10 +297,10 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     config = types.SimpleNamespace(topology=topology, max_tokens_per_rank=2048, hidden=512, dtype=torch.bfloat16)
     engine = types.SimpleNamespace(device="cuda")
     buffer = types.SimpleNamespace(config=config, live_engine=lambda: engine)
-    assert overlap.num_parts_of(buffer) == 2 and overlap.why_not(buffer) is None
-    assert overlap.why_not(buffer, num_parts=1) == "num_parts is 1"
+    assert overlap.resolve_num_parts(buffer) == 2 and overlap.no_overlap_reason(buffer) is None
+    assert overlap.no_overlap_reason(buffer, num_parts=1) == "num_parts is 1"
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert overlap.why_not(buffer) == "CUDA_LAUNCH_BLOCKING is set" and overlap.num_parts_of(buffer) == 2
+    assert overlap.no_overlap_reason(buffer) == "CUDA_LAUNCH_BLOCKING is set" and overlap.resolve_num_parts(buffer) == 2
     changes = [
         (topology, "num_nodes", 1, "its ranks are one node"),
         (config, "max_tokens_per_rank", 2047, "max_tokens_per_rank is 2047, less than 2048"),
@@ -308,6 +310,6 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     for of, name, value, reason in changes:
         with monkeypatch.context() as patch:
             patch.setattr(of, name, value)
-            assert overlap.why_not(buffer) == reason and overlap.num_parts_of(buffer) == 1
-            assert overlap.num_parts_of(buffer, 2) == 2 and overlap.num_parts_of(buffer, 1) == 1
-    assert overlap.num_parts_of(buffer) == 2
+            assert overlap.no_overlap_reason(buffer) == reason and overlap.resolve_num_parts(buffer) == 1
+            assert overlap.resolve_num_parts(buffer, 2) == 2 and overlap.resolve_num_parts(buffer, 1) == 1
+    assert overlap.resolve_num_parts(buffer) == 2

@@ -353,16 +353,16 @@ def test_an_error_between_the_parts_ends_the_buffer(rank: int) -> None:
     dist.barrier()
     begin = time.monotonic()
     if rank == 0:
-        run_rows, calls = overlapping.run_rows, []
+        forward_rows, calls = overlapping.forward_rows, []
 
         def fail(*args):
             calls.append(args)
             if len(calls) == 2:
                 raise torch.cuda.OutOfMemoryError("made up")
-            return run_rows(*args)
+            return forward_rows(*args)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError, match="made up"):
-            patch.setattr(overlapping, "run_rows", fail)
+            patch.setattr(overlapping, "forward_rows", fail)
             run_layer(buffer, given)
         with pytest.raises(RuntimeError, match="gave up while it ran the experts of a layer, by OutOfMemoryError"):
             run_layer(buffer, given)

@@ -23,7 +23,7 @@ from ep_dispatcher.buffer import planned_buffer
 from ep_dispatcher.integrations.agree import leave, versioned
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind
-from ep_dispatcher.moe.matrices import LINE_BYTES
+from ep_dispatcher.moe.expert_matrices import LINE_BYTES
 
 NAME = "ep_dispatcher"
 __all__ = ["EPDispatcher", "destroy_buffers", "register"]

@@ -31,13 +31,13 @@ class Activation(NamedTuple):
                  "squared_relu"  f(x) = max(x, 0)^2
                  "situ"          f(x) = beta * tanh(x / beta) * sigmoid(x); up: linear_beta * tanh(up / linear_beta)
     gated        whether the first GEMM gives a pair (gate, up) for each entry
-    alpha        of "silu" alone; 1.702 makes it the quick GELU
+    alpha        only for "silu"; 1.702 makes it the quick GELU
     limit        None: nothing is clamped. Only with a gate
     offset       added to up. Only with a gate
-    beta, linear_beta  of "situ" alone
+    beta, linear_beta  only for "situ"
 
-    Numbers are finite, and all but the offset above 0. One at its default may stand beside any function; another one
-    that the function does not read is a ValueError where the activation is used.
+    Numbers are finite, and all except the offset are above 0. A number that the function does not read must have its
+    default value. Otherwise using the activation is a ValueError.
     """
 
     function: ActivationFunction = "silu"
@@ -50,7 +50,7 @@ class Activation(NamedTuple):
 
     @property
     def pair(self) -> int:
-        """Return the entries of the first GEMM for each of the second."""
+        """Return the number of output entries of the first GEMM for each input entry of the second."""
         return 2 if self.gated else 1
 
 
@@ -64,52 +64,55 @@ NAMED: dict[ActivationName, Activation] = {
 }
 
 
-# Fields that one function alone reads, and that function.
+# Fields that only one function reads, and that function.
 _READ_BY = {"alpha": "silu", "beta": "situ", "linear_beta": "situ"}
 _FLOAT32 = torch.finfo(torch.float32)
 
 
-def checked(given: ActivationName | Activation) -> Activation:
-    """Return the activation of this name or description, with numbers of Python. ValueError if it is not allowed."""
-    if not isinstance(given, Activation):
-        if not isinstance(given, str) or given not in NAMED:
+def check_activation(activation: ActivationName | Activation) -> Activation:
+    """Return the activation of this name or description, with plain floats. ValueError if it is not allowed."""
+    if not isinstance(activation, Activation):
+        if not isinstance(activation, str) or activation not in NAMED:
             names = ", ".join(map(repr, NAMED))
-            checks.fail("activation", repr(given), f"{names}, or an ep.Activation")
-        return NAMED[given]
-    checks.one_of("activation.function", given.function, FUNCTIONS)
-    checks.boolean("activation.gated", given.gated)
-    limit = None if given.limit is None else _number("limit", given.limit)
+            checks.fail("activation", repr(activation), f"{names}, or an ep.Activation")
+        return NAMED[activation]
+    checks.one_of("activation.function", activation.function, FUNCTIONS)
+    checks.boolean("activation.gated", activation.gated)
+    limit = None if activation.limit is None else _check_number("limit", activation.limit)
     if limit is not None and limit > _FLOAT32.max:
         limit = None  # no float32 reaches it, and PyTorch's clamp refuses it
-    found = Activation(
-        given.function,
-        given.gated,
-        alpha=_number("alpha", given.alpha),
+    checked = Activation(
+        activation.function,
+        activation.gated,
+        alpha=_check_number("alpha", activation.alpha),
         limit=limit,
-        offset=_number("offset", given.offset),
-        beta=_number("beta", given.beta),
-        linear_beta=_number("linear_beta", given.linear_beta),
+        offset=_check_number("offset", activation.offset),
+        beta=_check_number("beta", activation.beta),
+        linear_beta=_check_number("linear_beta", activation.linear_beta),
     )
-    if not given.gated and (given.limit is not None or found.offset or given.function == "situ"):
+    needs_gate = activation.limit is not None or checked.offset or activation.function == "situ"
+    if needs_gate and not activation.gated:
         checks.fail("activation.gated", False, "True with limit, offset or situ")
     for name, function in _READ_BY.items():
-        value = getattr(found, name)
-        if given.function != function and value != Activation._field_defaults[name]:
-            raise ValueError(f"activation.{name} is {value:g}, but only {function!r} reads it, not {given.function!r}")
-    return found
+        value = getattr(checked, name)
+        if activation.function != function and value != Activation._field_defaults[name]:
+            raise ValueError(
+                f"activation.{name} is {value:g}, but only {function!r} reads it, not {activation.function!r}"
+            )
+    return checked
 
 
-def _number(name: str, value: Any) -> float:
+def _check_number(name: str, value: Any) -> float:
     """Return a number of Python or NumPy as a float. ValueError if the activation could not be computed with it.
 
-    Kernels are built for these numbers, and compute in float32: there a divisor must not be 0, nor a factor infinite.
+    Kernels are compiled for these numbers, and compute in float32. There no divisor may be 0, and no factor infinite.
     """
     number = math.nan
     is_real = isinstance(value, (int, float)) or isinstance(value, numbers.Real)  # torch.compile knows the first two
     if is_real and not isinstance(value, bool):
         try:
             number = float(value)
-        except OverflowError:  # of an int
+        except OverflowError:  # a large int
             number = math.inf
     if name == "offset":
         if not abs(number) <= _FLOAT32.max:
@@ -133,7 +136,7 @@ def activate(hidden: Tensor, weights: Tensor, activation: Activation) -> Tensor:
 
 
 def activate_grad(grad: Tensor, hidden: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `activate`'s rows and weights, from that of its result."""
+    """Return the gradients of `activate`'s rows and weights from the gradient of its result."""
     gate, up = _split(hidden, activation)
     value, slope = _function(gate, activation), _function_slope(gate, activation)
     grad = grad.float()
@@ -192,14 +195,14 @@ def _function_slope(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def _bounded(up: Tensor, activation: Activation) -> Tensor:
-    """Return up, or what SiTU makes of it."""
+    """Return up, which only SiTU bounds."""
     if activation.function != "situ":
         return up
     return activation.linear_beta * torch.tanh(up / activation.linear_beta)
 
 
 def _linear(up: Tensor, activation: Activation) -> Tensor:
-    """Return what multiplies f of the gate."""
+    """Return the factor by which f(gate) is multiplied."""
     up = _bounded(up, activation)
     if activation.limit is not None:
         up = up.clamp(-activation.limit, activation.limit)

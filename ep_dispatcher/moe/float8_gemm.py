@@ -1,17 +1,20 @@
-"""Grouped GEMMs of float8 operands, and what quantises them, as Transformer Engine's blockwise recipe and DeepSeek-V3.
+"""Grouped GEMMs of float8 operands, quantized as in Transformer Engine's blockwise recipe and in DeepSeek-V3.
 
-    rows, gradients, activations    a scale for 1 x 128 entries of a row
-    weights                         a scale for 128 x 128 entries
+    rows, gradients, activations    one scale for 1 x 128 entries of a row
+    weights                         one scale for 128 x 128 entries
 
 Scales are float32 powers of two that multiply: value = entry * scale. The last block of an axis may be shorter. A GEMM
-adds up 128 products at a time in float32, times both scales, and rounds once. FP8 tensor cores read both operands along
-the axis of the sum only, so a matrix that is needed both ways has a transposed copy.
+adds 128 products in float32, multiplies the sum by both scales, goes on to the next 128, and rounds once at the end.
+FP8 tensor cores read both operands along the axis of the sum only, so a matrix that is needed both ways has a
+transposed copy.
 
-Gradients of weights are grouped_gemm's, of bfloat16: on an H100 float8 ones took 1.2 to 1.3 times as long with up to
-1024 rows an expert, because main_grad is read and written either way, and operands had to be quantised along columns.
+Gradients of weights are computed by grouped_gemm, in bfloat16. On an H100 float8 took 1.2 to 1.3 times as long with up
+to 1024 rows per expert, because main_grad is read and written either way, and the operands had to be quantized along
+columns.
 
-`ends` and rows behind ends[-1] are those of grouped_gemm. On a GPU these are Triton kernels (`float8_gemm_kernels`).
-Else they are loops over experts, which define the results. Quantised entries of activations may differ by a step.
+`ends`, and rows from ends[-1] on, are treated as in grouped_gemm. On a GPU these are Triton kernels
+(`float8_gemm_kernels`). Otherwise they are loops over experts, which define the results. Quantized entries of
+activations may differ from those by one step.
 """
 
 from __future__ import annotations
@@ -26,56 +29,57 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.grouped_gemm import bias_of, groups, stack_bias
-from ep_dispatcher.moe.matrices import Matrices, QuantizedMatrices, shape_of
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape
+from ep_dispatcher.moe.grouped_gemm import rows_by_expert, stack_bias, weighted_bias
 
 E4M3 = torch.float8_e4m3fn
 
 
 def has_kernels(rows: Tensor) -> bool:
-    """Whether Triton kernels take these rows."""
+    """Return whether the Triton kernels take these rows."""
     return rows.is_cuda
 
 
 def check_pair(argument: str, pair: tuple[Tensor, Tensor], columns: int) -> None:
-    """Raise ValueError unless these are rows of so many columns as ep.quantize returns them, in contiguous memory."""
+    """Raise ValueError unless a pair is contiguous, and is what ep.quantize returns for rows of `columns` columns."""
     rows, scales = pair
-    allowed = [rows.shape[0], columns], [rows.shape[0], checks.num_scales(columns)]
-    is_right = rows.dtype == E4M3 and scales.dtype == torch.float32 and rows.is_contiguous() and scales.is_contiguous()
-    if not is_right or ([*rows.shape], [*scales.shape]) != allowed:
+    rows_shape, scales_shape = [rows.shape[0], columns], [rows.shape[0], checks.num_scales(columns)]
+    has_right_dtypes = rows.dtype == E4M3 and scales.dtype == torch.float32
+    has_right_shapes = [*rows.shape] == rows_shape and [*scales.shape] == scales_shape
+    if not (has_right_dtypes and has_right_shapes and rows.is_contiguous() and scales.is_contiguous()):
         given = " and ".join(f"{t.dtype} {[*t.shape]} with strides {[*t.stride()]}" for t in pair)
-        checks.fail(argument, given, f"{E4M3} {allowed[0]} and torch.float32 {allowed[1]}, contiguous")
+        checks.fail(argument, given, f"{E4M3} {rows_shape} and torch.float32 {scales_shape}, contiguous")
 
 
 def linear(
     pair: tuple[Tensor, Tensor],
     weights: QuantizedMatrices,
     ends: Tensor,
-    bias: Matrices | None = None,
+    bias: ExpertMatrices | None = None,
     row_weights: Tensor | None = None,
 ) -> Tensor:
-    """Return bfloat16 [num_rows, n]: rows [num_rows, k] times weights[e] [n, k], plus bias[e], as grouped_gemm.linear.
+    """Return bfloat16 [num_rows, n]: rows [num_rows, k] times weights[e] [n, k], plus bias[e].
 
-    pair: rows and scales, float32 [num_rows, ceil(k / 128)]
+    The bias is that of grouped_gemm.linear. pair: rows and scales, float32 [num_rows, ceil(k / 128)]
     """
     rows, scales = pair
-    out = rows.new_empty(rows.shape[0], shape_of(weights.rows)[0], dtype=torch.bfloat16)
+    out = rows.new_empty(rows.shape[0], matrix_shape(weights.rows)[0], dtype=torch.bfloat16)
     if has_kernels(rows):
         options = dict(bias=stack_bias(bias), row_weights=row_weights, scales=scales, weight_scales=weights.scales)
         grouped_gemm.kernels().multiply(rows, weights.rows, ends, out, transposed=True, **options)
         return out
-    for expert, group in groups(ends):
+    for expert, expert_rows in rows_by_expert(ends):
         weight = weights.rows[expert]
         weight_scales = weights.scales[expert].repeat_interleave(BLOCK, 0)[: weight.shape[0]]
-        total = _scaled_product(rows[group], scales[group], weight, weight_scales)
+        total = _scaled_product(rows[expert_rows], scales[expert_rows], weight, weight_scales)
         if bias is not None:
-            total += bias_of(bias, expert, group, row_weights)
-        out[group] = total.to(out.dtype)
+            total += weighted_bias(bias, expert, expert_rows, row_weights)
+        out[expert_rows] = total.to(out.dtype)
     return out
 
 
 def linear_grad_rows(pair: tuple[Tensor, Tensor], weights: QuantizedMatrices, ends: Tensor) -> Tensor:
-    """Return bfloat16 [num_rows, k], the gradient of `linear`'s dequantised rows, from that of its result."""
+    """Return bfloat16 [num_rows, k], the gradient of `linear`'s dequantized rows. pair: the gradient of its result"""
     return linear(pair, weights.t(), ends)
 
 
@@ -90,28 +94,28 @@ def _scaled_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor) ->
 
 
 @torch.no_grad()
-def quantize_weights(weights: Matrices) -> QuantizedMatrices:
-    """Return the weights of experts, [n, k] each in bfloat16 or float32, quantised. Each field is one tensor."""
+def quantize_weights(weights: ExpertMatrices) -> QuantizedMatrices:
+    """Quantize the weights of experts, [n, k] each, in bfloat16 or float32. Each field of the result is one tensor."""
     experts, (n, k) = len(weights), weights[0].shape
     device = weights[0].device
     n_blocks, k_blocks = checks.num_scales(n), checks.num_scales(k)
     rows = torch.empty(experts, n, k, dtype=E4M3, device=device)
     scales = torch.empty(experts, n_blocks, k_blocks, dtype=torch.float32, device=device)
     if has_kernels(rows):
-        found = QuantizedMatrices(rows, scales, rows.new_empty(experts, k, n), scales.new_empty(scales.mT.shape))
-        kernels().quantize_weights(weights, found)
-        return found
+        quantized = QuantizedMatrices(rows, scales, rows.new_empty(experts, k, n), scales.new_empty(scales.mT.shape))
+        kernels().quantize_weights(weights, quantized)
+        return quantized
     for expert, weight in enumerate(weights):
         blocks = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK)).view(n_blocks, BLOCK, k_blocks, BLOCK)
         amax = blocks.abs().amax((1, 3))
-        of_blocks = next_power_of_two((amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny))
-        rows[expert] = (blocks / of_blocks[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k].to(E4M3)
-        scales[expert] = of_blocks
+        block_scales = next_power_of_two((amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny))
+        rows[expert] = (blocks / block_scales[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k].to(E4M3)
+        scales[expert] = block_scales
     return QuantizedMatrices(rows, scales, rows.mT.contiguous(), scales.mT.contiguous())
 
 
 def quantize_rows(rows: Tensor, ends: Tensor) -> QuantizedRows:
-    """Return bfloat16 rows [num_rows, columns] with a scale for 1 x 128 of them."""
+    """Quantize bfloat16 rows [num_rows, columns], with one scale for 1 x 128 entries."""
     pair = _new_pair(rows, rows.shape[1])
     if has_kernels(rows):
         kernels().quantize(rows, ends, pair)
@@ -121,7 +125,7 @@ def quantize_rows(rows: Tensor, ends: Tensor) -> QuantizedRows:
 
 
 def dequantize_rows(pair: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
-    """Return the rows of a pair in bfloat16, which is exact if the scales are powers of two."""
+    """Return the rows of a pair in bfloat16. That is exact if the scales are powers of two."""
     rows, scales = pair
     if not has_kernels(rows):
         return dequantize((rows, scales))
@@ -131,7 +135,7 @@ def dequantize_rows(pair: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
 
 
 def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> QuantizedRows:
-    """Return grouped_gemm.activate's result, quantised from float32 with a scale for 1 x 128 of [num_rows, i]."""
+    """Return the result of grouped_gemm.activate, quantized from float32, with one scale for 1 x 128 entries."""
     pair = _new_pair(hidden, hidden.shape[1] // activation.pair)
     if has_kernels(hidden):
         kernels().quantize(hidden, ends, pair, row_weights, activation)
@@ -141,21 +145,22 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
 
 
 def _new_pair(rows: Tensor, columns: int) -> QuantizedRows:
-    """Return memory for float8 rows of so many columns, and their scales."""
+    """Allocate float8 rows [num_rows, columns] and their scales."""
     values = rows.new_empty(rows.shape[0], columns, dtype=E4M3)
     return QuantizedRows(values, rows.new_empty(rows.shape[0], checks.num_scales(columns), dtype=torch.float32))
 
 
 def _write_rows(rows: Tensor, ends: Tensor, out: QuantizedRows) -> None:
-    """Quantise 1 x 128 entries at a time."""
+    """Quantize the rows of all experts into `out`, with one scale for 1 x 128 entries."""
     end = int(ends[-1])
-    for to, quantised in zip(out, quantize(rows[:end], checks.POWERS_OF_TWO)):
-        to[:end] = quantised
+    values, scales = quantize(rows[:end], checks.POWERS_OF_TWO)
+    out.rows[:end] = values
+    out.scales[:end] = scales
 
 
 @functools.cache
 def kernels():
-    """The module of the Triton kernels, imported as grouped_gemm's."""
+    """Return the module of the Triton kernels, which is imported late, as in grouped_gemm."""
     from ep_dispatcher.moe import float8_gemm_kernels
 
     return float8_gemm_kernels

@@ -1,6 +1,6 @@
-"""The Triton kernels of float8_gemm but its GEMM's, which is grouped_gemm_kernels': they quantise and dequantise.
+"""The Triton kernels that quantize and dequantize for float8_gemm. Its GEMM is a kernel of grouped_gemm_kernels.
 
-The columns of a tile are a block.
+A tile is as wide as a block, that is, as the entries of a row that share a scale.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
 from ep_dispatcher.moe.grouped_gemm_kernels import (
     BLOCK,
     activation_value,
+    address_table,
     cdiv,
     linear_value,
-    placed,
 )
-from ep_dispatcher.moe.matrices import Matrices, QuantizedMatrices
 
 TILE_ROWS = 32
 
 
 @triton.jit
 def _scale_of(amax):
-    """The least power of two by which amax is at most 448, not below 2^-126, and its inverse. Bit by bit float8_gemm's.
+    """Return the scale of a block with this absolute maximum, and its inverse. The bits are those of float8_gemm.
+
+    The scale is the least power of two, but at least 2^-126, for which amax / scale is at most 448.
 
     448 is 1.75 * 2^8, so a larger mantissa than 0x600000 carries into the exponent.
     """
@@ -36,9 +38,9 @@ def _scale_of(amax):
     return tl.where(amax < float("inf"), scale, amax), inverse
 
 
-def quantize_weights(weights: Matrices, out: QuantizedMatrices) -> None:
+def quantize_weights(weights: ExpertMatrices, out: QuantizedMatrices) -> None:
     experts, n, k = out.rows.shape  # type: ignore[union-attr]  # each field is one tensor
-    addresses, is_aligned = placed(weights, weights[0].device)
+    addresses, is_aligned = address_table(weights, weights[0].device)
     _quantize_weights[cdiv(n, 128) * cdiv(k, 128), experts](
         weights[0],
         addresses,
@@ -76,7 +78,7 @@ def quantize(
     row_weights: Tensor | None = None,
     activation: Activation | None = None,
 ) -> None:
-    """Quantise rows, or their activation times row_weights."""
+    """Quantize rows, or the activation of rows times row_weights."""
     num_rows, columns = out.rows.shape
     if num_rows:
         _quantize[cdiv(num_rows, TILE_ROWS), cdiv(columns, 128)](
@@ -94,7 +96,7 @@ def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _place(last, columns, TILE_ROWS: tl.constexpr):
-    """The rows and columns of a tile, and which there are."""
+    """Return the rows and columns of a tile, which of its rows exist, and which of its entries."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_m = row < tl.load(last)

@@ -29,7 +29,7 @@ def shard_experts(
 ) -> FSDPModule:
     """Apply fully_shard to the experts. ValueError for a mesh or a policy that cannot be right for this buffer.
 
-    keeps_inputs: FSDP2 must not cast what the experts are called with, because topk_weights are among it
+    keeps_inputs: FSDP2 must not cast the inputs of the experts, because topk_weights are among them
     """
     _check_mesh(buffer, mesh)
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
@@ -44,20 +44,21 @@ def shard_experts(
         options["offload_policy"] = offload_policy
     if ignored_params is not None:
         options["ignored_params"] = ignored_params
-    num_shards = mesh.size(mesh.ndim - 1)  # with two dimensions the first one is of copies
+    num_shards = mesh.size(mesh.ndim - 1)  # with two dimensions, the first one is for copies
     if shard_placement_fn is None and buffer.num_local_experts < num_shards:
-        shard_placement_fn = _other_dimension(num_shards)
+        shard_placement_fn = _shard_other_dimension(num_shards)
     return fully_shard(experts, mesh=mesh, shard_placement_fn=shard_placement_fn, **options)
 
 
-def _other_dimension(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a placement for experts that are fewer than the shards, some of which would have none of them."""
+def _shard_other_dimension(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Return a placement for fewer experts than shards: sharded by expert, some shards would be empty."""
 
     def placement(p: nn.Parameter) -> Shard | None:
         local: Tensor = p.to_local() if isinstance(p, DTensor) else p
-        dims = (dim for dim in range(1, local.ndim) if local.shape[dim] % num_shards == 0)
-        dim = next(dims, None)
-        return None if dim is None else Shard(dim)
+        for dim in range(1, local.ndim):
+            if local.shape[dim] % num_shards == 0:
+                return Shard(dim)
+        return None
 
     return placement
 
@@ -70,8 +71,8 @@ def _check_mesh(buffer: Buffer, mesh: DeviceMesh) -> None:
             "buffer was made from a process group, but FSDP2 needs to know the mesh of its ranks: make it from a "
             'dimension of a named mesh, as ep.Buffer(mesh["experts"], ...), and give another dimension of it here'
         )
-    rank, shared = dist.get_rank(), set(dist.get_process_group_ranks(buffer.config.group))
-    shared &= set(mesh.mesh.flatten().tolist())
+    rank = dist.get_rank()
+    shared = set(dist.get_process_group_ranks(buffer.config.group)) & set(mesh.mesh.flatten().tolist())
     if shared != {rank}:
         raise ValueError(
             f"mesh has the ranks {sorted(shared)} of the buffer, and they have different experts: give the mesh of the "

@@ -1,10 +1,10 @@
-"""Gradients on their way back: their mean over the ranks of a buffer, and rows that nobody has computed.
+"""Changes gradients in a backward: averages them over the ranks of a buffer, and clears rows that were not computed.
 
-The mean is what other parameters get from FSDP2 and DDP. The backward of a dispatch brings the tokens of all ranks to
-an expert, so its gradient is the sum over their losses. It is divided here, before FSDP2 or a hook sees it. Then these
-need no factor of their own: they average the gradients of experts over the replicas of the experts, as they average all
-others. FSDP2's set_gradient_divide_factor would do both in one step, but with one replica it depends on the version of
-PyTorch and on other settings how often it divides.
+FSDP2 and DDP give other parameters the mean of the ranks' gradients. The backward of a dispatch brings the tokens of
+all ranks to an expert, so the gradient of an expert is a sum over their losses. It is divided here, before FSDP2 or a
+hook sees it. So FSDP2 and DDP need no special factor for experts: they average over the replicas of an expert, as they
+do for all other parameters. FSDP2's set_gradient_divide_factor would do both in one step, but with one replica the
+number of divisions depends on the version of PyTorch and on other settings.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ep_dispatcher.buffer import Buffer
 
 
 def mean_gradient(buffer: Buffer, t: Tensor) -> Tensor:
-    """Return a parameter of experts itself, whose gradient is divided by the ranks of the buffer.
+    """Return a parameter of experts unchanged, but with its gradient divided by the number of ranks of the buffer.
 
-    What is no tensor comes back too: nobody has checked it yet.
+    Anything that is not a tensor is returned as it is, because nothing has checked it yet.
     """
     return scale_gradient(t, 1 / buffer.topology.num_ranks) if isinstance(t, Tensor) else t
 
 
 def scale_gradient(t: Tensor, factor: float) -> Tensor:
-    """Return the tensor itself, whose gradient is multiplied by a factor on its way back."""
+    """Return the tensor unchanged, but with its gradient multiplied by a factor."""
     return _ScaleGradient.apply(t, factor) if t.requires_grad and factor != 1 else t
 
 
@@ -44,11 +44,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def clear_unused_rows(ends: Tensor, *grads: Tensor | None) -> None:
-    """Write zeros to the gradients of rows that no expert has, if autograd's anomaly mode is going to look at them.
+    """Write zeros to the gradients of rows without an expert, if autograd's anomaly mode is on.
 
-    With max_recv_rows there are such rows, at ends[-1] and behind. Kernels neither read nor write them, and where new
-    memory holds NaNs, anomaly mode would take them for a wrong gradient. Without it nothing is written. The host does
-    not wait.
+    With max_recv_rows there are such rows, from ends[-1] on. Kernels neither read nor write them. New memory may hold
+    NaNs, which anomaly mode would take for a wrong gradient. Without anomaly mode nothing is written. The host does not
+    wait.
     """
     if torch.compiler.is_compiling() or not torch.is_anomaly_enabled():
         return

@@ -1,11 +1,11 @@
-"""The Triton kernels of grouped_gemm: one tile of the result per program, which finds its expert by itself.
+"""The Triton kernels of grouped_gemm: each program computes one tile of the result, and finds its expert by itself.
 
-The host does not know how many rows an expert has. So it starts as many programs as there can be tiles, and those that
-find none end at once. Programs start in the order of their numbers as multiprocessors become free: a kernel of other
-work that holds some of them, such as a dispatch, delays no tile of its own.
+The host does not know how many rows an expert has. So it starts as many programs as there can be tiles, and a program
+without a tile ends at once. Programs start in the order of their numbers as multiprocessors become free. So another
+kernel that occupies some multiprocessors, such as a dispatch, delays no particular tile.
 
-Operands come through the tensor memory accelerator, tile by tile. It reads matrices whose rows begin at multiples of
-16 bytes. A tile at the end of an expert's rows reads on into the next expert's; what comes from there is not stored.
+The tensor memory accelerator loads the operands, tile by tile. It reads matrices whose rows begin at multiples of 16
+bytes. A tile at the end of an expert's rows also reads rows of the next expert; their results are not stored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.matrices import LINE_BYTES, BiasSet, Matrices, RowSet, shifts_of
+from ep_dispatcher.moe.expert_matrices import (
+    LINE_BYTES,
+    BiasGradInputs,
+    ExpertMatrices,
+    WeightGradInputs,
+    lowest_and_shifts,
+)
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the result in a tile, entries of the sums in a step, and how the compiler spreads them.
+    """Rows and columns of a tile of the result, the entries of the sums in a step, and options of the compiler.
 
-    ``down``: so many tiles follow each other down a column of tiles, then come those of the next column.
+    ``down``: this number of tiles of one column of tiles are computed in order, then as many of the next column.
     """
 
     m: int
@@ -40,17 +46,17 @@ class Tile(NamedTuple):
     down: int = 16
 
     def options(self) -> dict[str, int]:
-        """Return what a kernel is launched with."""
+        """Return the keyword arguments of a kernel's launch."""
         blocks = dict(BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k, DOWN=self.down)
         return blocks | dict(num_warps=self.warps, num_stages=self.stages)
 
 
 # The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
 TRANSPOSED_TILE, TILE, SMALL_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(64, 128, 64, 4, 4)
-# Of nine tiles and numbers of stages on an H100 the fastest, or within 10 % of it, over five sizes of weights.
+# Over five sizes of weights on an H100, the fastest of nine tiles and numbers of stages, or within 10 % of the fastest.
 FLOAT8_TILE, SMALL_FLOAT8_TILE = Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)
-FEW_ROWS = 64  # per expert: for the small tiles
-# Of outer products, by the rows per expert up to which a tile is the fastest.
+FEW_ROWS = 64  # rows per expert up to which the small tiles are used
+# Tiles of outer products, each with the number of rows per expert up to which it is the fastest.
 STORED_TILES = {
     64: Tile(64, 128, 64, 4, 2, down=8),
     256: Tile(128, 128, 64, 4, 3, down=4),
@@ -62,11 +68,11 @@ ADDED_TILES = {
     math.inf: Tile(128, 128, 64, 4, 3, down=1024),
 }
 ACTIVATION_COLUMNS = 1024
-BIAS_ROWS, BIAS_COLUMNS = 64, 64  # of a step of the sums for a bias
-BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, and a step of each sum
+BIAS_ROWS, BIAS_COLUMNS = 64, 64  # that one step sums for the gradient of a bias
+BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, and that one step of a sum adds
 
 
-# Triton's own take the host 2 us each.
+# Triton's own versions of these two functions take the host 2 us per call.
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -75,23 +81,24 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def described(weights: Matrices, block: list[int]) -> tuple[TensorDescriptor, Tensor | None, int, int]:
+def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[TensorDescriptor, Tensor | None, int, int]:
     """Describe the matrices [n, k] of all experts as one tensor [shifts, n, k]; a shift is LINE_BYTES long.
 
-    So one descriptor reads matrices wherever they lie. Return it, a table of shifts int32 [experts] or None, and two
-    numbers: without a table expert e's shift is first + e * step.
+    So one descriptor reads matrices anywhere in memory. Return it, a table of shifts int32 [experts] or None, and the
+    numbers first and step. Without a table the shift of expert e is first + e * step.
     """
-    base, shifts = shifts_of(weights)
+    base, shifts = lowest_and_shifts(weights)
     n, k = base.shape
-    num_shifts, *where = _places(shifts, base.device)
+    num_shifts, table, first, step = _shift_table(shifts, base.device)
     strides = [LINE_BYTES // base.itemsize, k, 1]
-    return TensorDescriptor(base, [num_shifts, n, k], strides, [1, *block]), *where
+    return TensorDescriptor(base, [num_shifts, n, k], strides, [1, *block]), table, first, step
 
 
-@functools.lru_cache(4096)  # of matrices that come and go; those of Megatron stay the same
-def _places(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor | None, int, int]:
-    """Return how many shifts a descriptor needs, and the table, first and step of `described`."""
-    first, step = shifts[0], shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
+@functools.lru_cache(4096)  # some matrices come and go; those of Megatron stay the same
+def _shift_table(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor | None, int, int]:
+    """Return how many shifts a descriptor needs, and the table, first and step of `describe_weights`."""
+    first = shifts[0]
+    step = shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
     is_regular = all(b - a == step for a, b in zip(shifts, shifts[1:]))
     table = None if is_regular else torch.tensor(shifts, dtype=torch.int32, device=device)
     return max(shifts) + 1, table, first, step
@@ -99,7 +106,7 @@ def _places(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor 
 
 def multiply(
     rows: Tensor,
-    weights: Matrices,
+    weights: ExpertMatrices,
     ends: Tensor,
     out: Tensor,
     *,
@@ -107,31 +114,32 @@ def multiply(
     bias: Tensor | None = None,
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
-    weight_scales: Matrices | None = None,
+    weight_scales: ExpertMatrices | None = None,
 ) -> None:
     """out[r] = rows[r] @ weights[e].T + row_weights[r] * bias[e], or rows[r] @ weights[e] where not `transposed`.
 
-    scales, weight_scales: of float8 rows and weights, as float8_gemm has them; only with `transposed`
+    scales, weight_scales: those of float8 rows and weights, as in float8_gemm; only with `transposed`
     """
     num_rows, length = rows.shape
     columns, experts = out.shape[1], len(ends)
     if not num_rows:
         return
+    has_few_rows = num_rows <= FEW_ROWS * experts
+    # The kernel's weight_scales, scale_addresses, weight_scale_step and weight_scale_stride.
+    weight_scale_arguments: tuple[Any, ...] = (None, None, None, None)
     if weight_scales is None:
-        tile, usual = SMALL_TILE, TRANSPOSED_TILE if transposed else TILE
-        weights_scaled: tuple[Any, ...] = (None, None, None, None)
+        usual_tile = TRANSPOSED_TILE if transposed else TILE
+        tile = SMALL_TILE if has_few_rows else usual_tile
     else:
-        tile, usual = SMALL_FLOAT8_TILE, FLOAT8_TILE
+        tile = SMALL_FLOAT8_TILE if has_few_rows else FLOAT8_TILE
         if isinstance(weight_scales, Tensor):
-            weights_scaled = weight_scales, None, *weight_scales.stride()[:2]
+            weight_scale_arguments = weight_scales, None, *weight_scales.stride()[:2]
         else:
-            addresses, one = placed(weight_scales, rows.device)[0], weight_scales[0]
-            weights_scaled = one, addresses, None, one.stride(0)
-    if num_rows > FEW_ROWS * experts:
-        tile = usual
-    descriptor, shifts, first, step = described(weights, [tile.n, tile.k] if transposed else [tile.k, tile.n])
-    most_tiles = num_rows // tile.m + min(experts, num_rows)  # along the rows: each expert can begin one more
-    _multiply[most_tiles * cdiv(columns, tile.n),](
+            addresses, _ = address_table(weight_scales, rows.device)
+            weight_scale_arguments = weight_scales[0], addresses, None, weight_scales[0].stride(0)
+    descriptor, shifts, first, step = describe_weights(weights, [tile.n, tile.k] if transposed else [tile.k, tile.n])
+    max_row_tiles = num_rows // tile.m + min(experts, num_rows)  # the rows of each expert may end in a partial tile
+    _multiply[max_row_tiles * cdiv(columns, tile.n),](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
@@ -140,7 +148,7 @@ def multiply(
         row_weights,
         ends,
         scales,
-        *weights_scaled,
+        *weight_scale_arguments,
         num_rows,
         columns,
         length,
@@ -155,9 +163,9 @@ def multiply(
 
 @triton.jit
 def find_tile(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Find a tile by its number: its expert, the expert's first row and end, and the number within the expert.
+    """Find a tile by its number: its expert, the expert's first row and end, and its number within the expert.
 
-    `others` are the tiles beside each other. The expert is `experts` where there is no such tile.
+    `others`: the number of tiles side by side in a row of tiles. The expert is `experts` if there is no such tile.
     """
     e = tl.arange(0, EXPERTS)
     end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
@@ -171,16 +179,16 @@ def find_tile(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK
     return expert, first, last, pid - tl.sum(tl.where(here, upto - tiles, 0))
 
 
-# Numbers that change from step to step make no kernel of their own.
 @triton.jit
 def place_tile(number, m_tiles, n_tiles, DOWN: tl.constexpr):
-    """The row and the column of a tile, among tiles. Tiles that run at the same time read the same lines."""
+    """Return the row and the column of a tile, counted in tiles. Tiles that run at the same time read the same data."""
     first = number // (DOWN * n_tiles) * DOWN
     number -= first * n_tiles
     in_column = tl.minimum(m_tiles - first, DOWN)
     return first + number % in_column, number // in_column
 
 
+# Numbers that change from step to step must not cause a compilation.
 @triton.jit(do_not_specialize=["num_rows", "first", "step", "weight_scale_step", "weight_scale_stride"])
 def _multiply(
     rows,
@@ -238,7 +246,7 @@ def _multiply(
             part = tl.dot(a, b)
             factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
             total += part * factor[:, None]
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # behind the loop, which has the registers until then
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # after the loop, which needs the registers
     if bias is not None:
         added = tl.load(bias + expert * columns + column + n, column + n < columns, 0).to(tl.float32)[None, :]
         if row_weights is not None:
@@ -249,37 +257,41 @@ def _multiply(
     tl.store(to, total.to(out.dtype.element_ty), inside)
 
 
-def outer_products(sets: Sequence[RowSet], out: Matrices, *, accumulate: bool) -> None:
-    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e in all sets, or that is added."""
-    n, k, experts = sets[0][0].shape[1], sets[0][1].shape[1], len(out)
-    sets = [one for one in sets if one[0].shape[0]]
+def outer_products(sets: Sequence[WeightGradInputs], out: ExpertMatrices, *, accumulate: bool) -> None:
+    """Store in out[e] [n, k] the sum of grad[r] [n] times rows[r] [k] over the rows of e in all sets, or add it."""
+    first_grad, first_rows, _ = sets[0]
+    n, k, experts = first_grad.shape[1], first_rows.shape[1], len(out)
+    sets = [(grad, rows, ends) for grad, rows, ends in sets if grad.shape[0]]
     if not sets:
         if not accumulate:
             torch._foreach_zero_(list(out))
         return
-    num_rows = sum(one[0].shape[0] for one in sets)
+    total_rows = sum(rows.shape[0] for _, rows, _ in sets)
     tiles = ADDED_TILES if accumulate else STORED_TILES
-    tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
-    addresses, is_aligned = placed(out, sets[0][1].device)
-    first, second = _described(sets[0], tile), (_described(sets[1], tile) if len(sets) > 1 else (None,) * 4)
+    tile = next(tile for max_rows, tile in tiles.items() if total_rows <= max_rows * experts)
+    grad, rows, ends, num_rows = _describe_rows(sets[0], tile)
+    addresses, is_aligned = address_table(out, ends.device)
+    second_set = _describe_rows(sets[1], tile) if len(sets) > 1 else (None, None, None, None)
     _outer_products[experts * cdiv(n, tile.m) * cdiv(k, tile.n),](
-        *first[:2],
+        grad,
+        rows,
         out[0],
         addresses,
-        *first[2:],
+        ends,
+        num_rows,
         n,
         k,
-        *second,
+        *second_set,
         ACCUMULATE=accumulate,
         ALIGNED=is_aligned,
-        MORE=len(sets) > 1,
+        HAS_SECOND_SET=len(sets) > 1,
         **tile.options(),
     )
 
 
-def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, int]:
-    """Return what `_outer_products` takes of a set of rows."""
-    grad, rows, ends = rows_of
+def _describe_rows(inputs: WeightGradInputs, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, int]:
+    """Return the arguments of `_outer_products` for a set of rows: grad, rows, ends, num_rows."""
+    grad, rows, ends = inputs
     return (
         TensorDescriptor(grad, list(grad.shape), [grad.stride(0), 1], [tile.k, tile.m]),
         TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile.k, tile.n]),
@@ -288,46 +300,49 @@ def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDes
     )
 
 
-def placed(matrices: Matrices, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the addresses of the matrices, int64 on the device, and whether all are multiples of 16 bytes."""
+def address_table(matrices: ExpertMatrices, device: torch.device) -> tuple[Tensor, bool]:
+    """Return the addresses of the matrices, int64 on the device, and whether all are multiples of 16."""
     if isinstance(matrices, Tensor):
         step = matrices.stride(0) * matrices.element_size()
-        return _in_steps(matrices.data_ptr(), step, len(matrices), device)
+        return _evenly_spaced_table(matrices.data_ptr(), step, len(matrices), device)
     addresses = tuple([matrix.data_ptr() for matrix in matrices])
-    found = _placed.get((addresses, device))
-    if found is None:
-        found = _place(addresses, device)
-    return found
+    table = _address_tables.get((addresses, device))
+    if table is None:
+        table = _make_address_table(addresses, device)
+    return table
 
 
-_placed: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, bool]] = {}  # tables that were copied to a device
-MOST_PLACED = 4096
+# Tables that were copied to a device.
+_address_tables: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, bool]] = {}
+MOST_ADDRESS_TABLES = 4096
 
 
-def _place(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
+def _make_address_table(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
     """Make a table of addresses. While a CUDA graph is captured nothing can be copied from the host.
 
-    There gradients are new, and lie side by side in one piece of memory. Their table belongs to the graph, because only
-    its replays write it.
+    During a capture gradients are new, and lie side by side in one piece of memory. So their table is computed on the
+    GPU. It belongs to the graph, because only replays of the graph write it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         steps = {after - before for before, after in itertools.pairwise(addresses)} or {16}
         if len(steps) == 1:
-            return _in_steps(addresses[0], steps.pop(), len(addresses), device)
+            return _evenly_spaced_table(addresses[0], steps.pop(), len(addresses), device)
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
-    if len(_placed) >= MOST_PLACED:
-        _placed.clear()
-    return _placed.setdefault((addresses, device), (table, not any(one % 16 for one in addresses)))
+    if len(_address_tables) >= MOST_ADDRESS_TABLES:
+        _address_tables.clear()
+    is_aligned = all(address % 16 == 0 for address in addresses)
+    return _address_tables.setdefault((addresses, device), (table, is_aligned))
 
 
-def _in_steps(begin: int, step: int, count: int, device: torch.device) -> tuple[Tensor, bool]:
+def _evenly_spaced_table(begin: int, step: int, count: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Return `address_table` for matrices at begin, begin + step and so on, without a copy from the host."""
     addresses = torch.arange(begin, begin + count * step, step, dtype=torch.int64, device=device)
     return addresses, not (begin % 16 or step % 16)
 
 
 @triton.jit
-def _rows_of(expert, ends, num_rows):
-    """The first row of an expert, and its end."""
+def _expert_rows(expert, ends, num_rows):
+    """Return the first row of an expert, and the end of its rows."""
     end = tl.minimum(tl.load(ends + expert), num_rows)
     begin = tl.minimum(tl.load(ends + tl.maximum(expert - 1, 0)), num_rows) * (expert > 0).to(tl.int32)
     return begin, end
@@ -336,18 +351,18 @@ def _rows_of(expert, ends, num_rows):
 @triton.jit
 def _add_products(total, grad, rows, begin, end, row, column, BLOCK_K: tl.constexpr):
     """Add the outer products of the rows [begin, end) in a tile at (row, column)."""
-    whole = begin + (end - begin) // BLOCK_K * BLOCK_K
-    for r in range(begin, whole, BLOCK_K):
+    last_step = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for r in range(begin, last_step, BLOCK_K):
         total = tl.dot(grad.load([r, row]).T, rows.load([r, column]), total)
-    if whole < end:  # what follows is another expert's, or memory that nobody wrote
-        mine = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
-        a = tl.where(mine, grad.load([whole, row]), 0)
-        total = tl.dot(a.T, tl.where(mine, rows.load([whole, column]), 0), total)
+    if last_step < end:  # the rows after `end` belong to another expert, or nobody wrote them
+        is_own_row = (last_step + tl.arange(0, BLOCK_K) < end)[:, None]
+        a = tl.where(is_own_row, grad.load([last_step, row]), 0)
+        total = tl.dot(a.T, tl.where(is_own_row, rows.load([last_step, column]), 0), total)
     return total
 
 
-# Without MORE there is no second set of rows: its arguments are constants, and the kernel has one loop.
-@triton.jit(do_not_specialize=["num_more"])
+# Without HAS_SECOND_SET the arguments of the second set are constants, and the kernel has one loop.
+@triton.jit(do_not_specialize=["num_second_rows"])
 def _outer_products(
     grad,
     rows,
@@ -357,40 +372,40 @@ def _outer_products(
     num_rows,
     n,
     k,
-    more_grad,
-    more_rows,
-    more_ends,
-    num_more,
+    second_grad,
+    second_rows,
+    second_ends,
+    num_second_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOWN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    MORE: tl.constexpr,
+    HAS_SECOND_SET: tl.constexpr,
 ):
     m_tiles, n_tiles = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     pid = tl.program_id(0)
     expert, number = pid // (m_tiles * n_tiles), pid % (m_tiles * n_tiles)
-    begin, end = _rows_of(expert, ends, num_rows)
-    if MORE:
-        more_begin, more_end = _rows_of(expert, more_ends, num_more)
+    begin, end = _expert_rows(expert, ends, num_rows)
+    if HAS_SECOND_SET:
+        second_begin, second_end = _expert_rows(expert, second_ends, num_second_rows)
     if ACCUMULATE:
         is_empty = begin == end
-        if MORE:
-            is_empty &= more_begin == more_end
+        if HAS_SECOND_SET:
+            is_empty &= second_begin == second_end
         if is_empty:
             return
     i, j = place_tile(number, m_tiles, n_tiles, DOWN)
     row, column = i * BLOCK_M, j * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = _add_products(total, grad, rows, begin, end, row, column, BLOCK_K)
-    if MORE:
-        total = _add_products(total, more_grad, more_rows, more_begin, more_end, row, column, BLOCK_K)
+    if HAS_SECOND_SET:
+        total = _add_products(total, second_grad, second_rows, second_begin, second_end, row, column, BLOCK_K)
     to = tl.load(addresses + expert).to(out.dtype)
-    if ALIGNED:  # else the compiler writes entry by entry
+    if ALIGNED:  # otherwise the compiler writes entry by entry
         to = tl.multiple_of(to, 16)
-    # In halves, which takes fewer registers.
+    # Store the tile in halves, which takes fewer registers.
     halves = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
         _store(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
@@ -398,7 +413,7 @@ def _outer_products(
 
 @triton.jit
 def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """Write a tile at (row, column) of the matrix [n, k], or add it to what is there."""
+    """Write a tile at (row, column) of the matrix [n, k], or add it to the values there."""
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (row + i < n)[:, None] & (column + j < k)[None, :]
     to += row.to(tl.int64) * k + column + (i[:, None] * k + j[None, :])
@@ -407,22 +422,28 @@ def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
     tl.store(to, tile.to(to.dtype.element_ty), inside)
 
 
-def bias_grads(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
-    """out[e] [n] = the sum of row_weights[r] * grad[r] [n] over the rows of e in all sets, or that is added."""
-    n = sets[0][0].shape[1]
-    first, second = sets[0], sets[1] if len(sets) > 1 else (None, None, None)
+def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulate: bool) -> None:
+    """Store in out[e] [n] the sum of row_weights[r] * grad[r] [n] over the rows of e in all sets, or add it."""
+    grad, ends, row_weights = sets[0]
+    second_set: tuple[Any, ...] = (None, None, None, 0)  # grad, ends, row_weights and the number of rows
+    if len(sets) > 1:
+        second_grad, second_ends, second_row_weights = sets[1]
+        second_set = second_grad, second_ends, second_row_weights, second_grad.shape[0]
+    addresses, _ = address_table(out, grad.device)
+    n = grad.shape[1]
     _bias_grads[len(out), cdiv(n, BIAS_COLUMNS)](
-        *first,
-        first[0].shape[0],
-        *second,
-        0 if second[0] is None else second[0].shape[0],
+        grad,
+        ends,
+        row_weights,
+        grad.shape[0],
+        *second_set,
         out[0],
-        placed(out, first[0].device)[0],
+        addresses,
         n,
         ROWS=BIAS_ROWS,
         COLUMNS=BIAS_COLUMNS,
-        WEIGHTED=first[2] is not None,
-        MORE=len(sets) > 1,
+        WEIGHTED=row_weights is not None,
+        HAS_SECOND_SET=len(sets) > 1,
         ACCUMULATE=accumulate,
     )
 
@@ -432,7 +453,7 @@ def _add_rows(
     total, grad, ends, row_weights, num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr
 ):
     """Add the rows of an expert to the sums of a block of columns."""
-    begin, end = _rows_of(tl.program_id(0), ends, num_rows)
+    begin, end = _expert_rows(tl.program_id(0), ends, num_rows)
     i, j = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(begin, end, ROWS):
         row = first + i
@@ -444,29 +465,31 @@ def _add_rows(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_more"])
+@triton.jit(do_not_specialize=["num_rows", "num_second_rows"])
 def _bias_grads(
     grad,
     ends,
     row_weights,
     num_rows,
-    more_grad,
-    more_ends,
-    more_row_weights,
-    num_more,
+    second_grad,
+    second_ends,
+    second_row_weights,
+    num_second_rows,
     out,
     addresses,
     n,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    MORE: tl.constexpr,
+    HAS_SECOND_SET: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
     total = tl.zeros((COLUMNS,), tl.float32)
     total = _add_rows(total, grad, ends, row_weights, num_rows, n, ROWS, COLUMNS, WEIGHTED)
-    if MORE:
-        total = _add_rows(total, more_grad, more_ends, more_row_weights, num_more, n, ROWS, COLUMNS, WEIGHTED)
+    if HAS_SECOND_SET:
+        total = _add_rows(
+            total, second_grad, second_ends, second_row_weights, num_second_rows, n, ROWS, COLUMNS, WEIGHTED
+        )
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     to = tl.load(addresses + tl.program_id(0)).to(out.dtype) + j
     if ACCUMULATE:
@@ -517,7 +540,7 @@ def _tanh(x):
     return 2 * tl.sigmoid(2 * x) - 1
 
 
-# The formulas of activation.py: a value, and its derivative, which the compiler leaves out where it is not used.
+# The formulas of activation.py. Each returns a value and its derivative; the compiler drops what is not used.
 @triton.jit
 def activation_value(x, ACT: tl.constexpr):
     if ACT.limit is not None:
@@ -622,24 +645,24 @@ def _activate_grad(
     for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
-        given = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
+        upstream = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
         value, slope = activation_value(gate, ACT)
         if ACT.gated:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
             up, up_slope = linear_value(up, ACT)
-            total += given * value * up
-            given *= weight
-            tl.store(out + columns + i, (given * value * up_slope).to(out.dtype.element_ty), i < columns)
-            given *= up
+            total += upstream * value * up
+            upstream *= weight
+            tl.store(out + columns + i, (upstream * value * up_slope).to(out.dtype.element_ty), i < columns)
+            upstream *= up
         else:
-            total += given * value
-            given *= weight
-        tl.store(out + i, (given * slope).to(out.dtype.element_ty), i < columns)
+            total += upstream * value
+            upstream *= weight
+        tl.store(out + i, (upstream * slope).to(out.dtype.element_ty), i < columns)
     if bias is not None:
         e = tl.arange(0, EXPERTS)
         expert = tl.sum((tl.load(ends + e, e < experts, 0x7FFFFFFF) <= row).to(tl.int32))
         for first in range(0, wide, BLOCK):
             i = first + tl.arange(0, BLOCK)
-            given = tl.load(grad_out + row * wide + i, i < wide, 0).to(tl.float32)
-            total += given * tl.load(bias + expert * wide + i, i < wide, 0).to(tl.float32)
+            upstream = tl.load(grad_out + row * wide + i, i < wide, 0).to(tl.float32)
+            total += upstream * tl.load(bias + expert * wide + i, i < wide, 0).to(tl.float32)
     tl.store(grad_weights + row, tl.sum(total))

@@ -1,4 +1,4 @@
-"""A layer of experts on rows that lie expert by expert: two grouped GEMMs, as one node of autograd."""
+"""The MLPs of all experts on rows that are sorted by expert: two grouped GEMMs, as one node of autograd."""
 
 from __future__ import annotations
 
@@ -16,62 +16,70 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape
 from ep_dispatcher.moe.gradients import clear_unused_rows
-from ep_dispatcher.moe.matrices import Matrices, QuantizedMatrices, shape_of
 
 
 class Parameters(NamedTuple):
-    """The parameters of all experts, or tensors for their gradients: each a tensor per expert, or one of them all."""
+    """The parameters of all experts, or tensors for their gradients.
 
-    w1: Matrices
-    w2: Matrices
-    b1: Matrices | None = None
-    b2: Matrices | None = None
+    Each field is one tensor of all experts, or a sequence of one tensor per expert.
+    """
+
+    w1: ExpertMatrices
+    w2: ExpertMatrices
+    b1: ExpertMatrices | None = None
+    b2: ExpertMatrices | None = None
 
     def flat(self) -> list[Tensor]:
-        """Return the tensors, in order."""
-        found: list[Tensor] = []
-        for one in self:
-            if one is not None:
-                found += [one] if isinstance(one, Tensor) else one
-        return found
+        """Return the tensors of all fields, in order."""
+        tensors: list[Tensor] = []
+        for field in self:
+            if isinstance(field, Tensor):
+                tensors.append(field)
+            elif field is not None:
+                tensors += field
+        return tensors
 
-    def like(self, tensors: Sequence[Any]) -> Parameters:
-        """Return these tensors, or whatever there is for each, in the form of this."""
-        rest = iter(tensors)
-
-        def of(one: Matrices | None) -> Any:
-            if one is None or isinstance(one, Tensor):
-                return None if one is None else next(rest)
-            return list(islice(rest, len(one)))
-
-        return Parameters(*map(of, self))
+    def unflatten(self, values: Sequence[Any]) -> Parameters:
+        """Return `values`, one for each tensor of `flat`, as fields of the same structure as here."""
+        remaining = iter(values)
+        fields: list[Any] = []
+        for field in self:
+            if field is None:
+                fields.append(None)
+            elif isinstance(field, Tensor):
+                fields.append(next(remaining))
+            else:
+                fields.append(list(islice(remaining, len(field))))
+        return Parameters(*fields)
 
     def empty_like(self) -> Parameters:
-        """Return plain tensors like the parameters, with rows side by side, as kernels write them.
+        """Allocate contiguous tensors for gradients, as kernels write them.
 
-        Those of each field lie in one piece of memory. A parameter itself may have other strides.
+        The tensors of one field lie side by side in one piece of memory. A parameter itself may have other strides.
         """
+        fields: list[Any] = []
+        for field in self:
+            if field is None:
+                fields.append(None)
+            elif isinstance(field, Tensor):
+                fields.append(torch.empty(field.shape, dtype=field.dtype, device=field.device))
+            else:
+                first = field[0]  # may be quantized, so not empty_like
+                stacked = torch.empty(len(field), *first.shape, dtype=first.dtype, device=first.device)
+                fields.append(list(stacked.unbind(0)))
+        return Parameters(*fields)
 
-        def empty(one: Matrices | None) -> Any:
-            if one is None:
-                return None
-            if isinstance(one, Tensor):
-                return torch.empty(one.shape, dtype=one.dtype, device=one.device)
-            like = one[0]  # may be quantised
-            return list(torch.empty(len(one), *like.shape, dtype=like.dtype, device=like.device).unbind(0))
 
-        return Parameters(*map(empty, self))
-
-
-# write(grads, accumulate): write the gradients into these tensors, or add them to what is there.
+# write(out, accumulate): write the gradients of the parameters into the tensors of `out`, or add them to these.
 WriteGrads = Callable[[Parameters, bool], None]
-Float8 = tuple[QuantizedMatrices, QuantizedMatrices]  # w1 and w2, quantised
+Float8 = tuple[QuantizedMatrices, QuantizedMatrices]  # w1 and w2, quantized
 
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """What a forward pass needs beside its rows: the parameters, and who takes their gradients."""
+    """What a forward pass needs besides its rows: the parameters, and how their gradients are taken."""
 
     parameters: Parameters
     activation: Activation = SWIGLU
@@ -80,29 +88,31 @@ class Mlp:
     anchor: Tensor | None = None
     float8: Float8 | None = None
 
-    def inputs(self, *others: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the last inputs of an autograd node after `others`: an anchor or None, then parameters.
+    def autograd_inputs(self, *other_inputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the last inputs of an autograd node, after `other_inputs`: an anchor or None, then the parameters.
 
-        Parameters are inputs where autograd looks after their gradients. Otherwise an anchor lets the backward run
-        where nothing but the parameters wants a gradient.
+        The parameters are inputs if autograd handles their gradients. Otherwise an anchor makes the backward run even
+        if only the parameters want a gradient.
         """
         if self.take_grads is None:
             return None, *self.parameters.flat()
-        if self.anchor is None and not any(t.requires_grad for t in others):
+        if self.anchor is None and not any(t.requires_grad for t in other_inputs):
             return (torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True),)
         return (self.anchor,)
 
-    def saved(self, tensors: Sequence[Tensor]) -> Parameters:
-        """Return the parameters, those that autograd has kept if it keeps them."""
-        return self.parameters.like(tensors) if tensors else self.parameters
+    def saved_parameters(self, saved_tensors: Sequence[Tensor]) -> Parameters:
+        """Return the parameters for a backward: `saved_tensors` if autograd has saved them."""
+        return self.parameters.unflatten(saved_tensors) if saved_tensors else self.parameters
 
-    def gradients(self, write: WriteGrads, tensors: Sequence[Tensor], wanted: bool) -> Sequence[Tensor | None]:
-        """Let the gradients of the parameters be written. Return those of `inputs`."""
+    def autograd_gradients(
+        self, write: WriteGrads, saved_tensors: Sequence[Tensor], needs_grad: bool
+    ) -> Sequence[Tensor | None]:
+        """Write the gradients of the parameters, or let take_grads do so. Return those of `autograd_inputs`."""
         if self.take_grads is not None:
             return [self.take_grads(write)]
-        if not wanted:
-            return [None] * (1 + len(tensors))
-        grads = self.saved(tensors).empty_like()
+        if not needs_grad:
+            return [None] * (1 + len(saved_tensors))
+        grads = self.saved_parameters(saved_tensors).empty_like()
         write(grads, False)
         return [None, *grads.flat()]
 
@@ -110,193 +120,228 @@ class Mlp:
 def grouped_mlp(
     sets: Sequence[tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor]], parameters: Parameters, **options: Any
 ) -> Sequence[Tensor]:
-    """Run every expert on its rows, of one or two sets. Return [num_rows, hidden] of the rows' dtype for each set.
+    """Run every expert on its rows of one or two sets. Return [num_rows, hidden] of the rows' dtype for each set.
 
         hidden = w1[e] @ rows[r] + b1[e]                           e: the expert of row r
         out[r] = w2[e] @ (row_weights[r] * activation(hidden)) + row_weights[r] * b2[e]
 
-    sets            for each, rows, row_weights and ends:
-      rows          [num_rows, hidden], expert by expert
+    sets            each set is rows, row_weights and ends:
+      rows          [num_rows, hidden], sorted by expert
       row_weights   float32 [num_rows]
-      ends          int32 [num_experts] on the rows' device: the end of each expert's rows. Rows at or behind ends[-1]
+      ends          int32 [num_experts] on the rows' device: the end of each expert's rows. Rows at or after ends[-1]
                     are neither read nor written
-    parameters      of the rows' dtype, as torch.nn.Linear has them, for each expert:
-      w1, w2        [pair * intermediate, hidden], pair is 2 for an activation with a gate, else 1;
+    parameters      in the rows' dtype and laid out as in torch.nn.Linear, for each expert:
+      w1, w2        [pair * intermediate, hidden], where pair is 2 for an activation with a gate, otherwise 1;
                     [hidden, intermediate]
       b1, b2        [pair * intermediate] and [hidden], or None
     options         fields of Mlp:
     activation      default: SWIGLU
-    keep_activated  False: the backward computes the activation again, and num_rows * intermediate values less are kept
-    take_grads      called once in every backward with write(grads, accumulate). It calls that then or later, on tensors
-                    of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of the parameters, and
-                    runs nothing for each of them. None: they get their gradients from autograd
+    keep_activated  False: the backward computes the activation again, so num_rows * intermediate fewer values are kept
+    take_grads      called once in every backward with write(out, accumulate). It calls `write` then or later, on
+                    tensors of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of the
+                    parameters, and runs nothing for each of them. None: autograd handles their gradients
     anchor          a tensor that autograd sees instead of the parameters: its gradient is what take_grads returns
-    float8          w1 and w2 quantised, whose values are used instead by float8_gemm's GEMMs. The backward reads
-                    them too. Rows are bfloat16, and quantised here, or a pair of ep.dispatch, whose anchor gets the
-                    gradient of the dequantised rows. Results are bfloat16. On a GPU hidden and intermediate are
-                    multiples of 16
+    float8          w1 and w2 quantized. The GEMMs of float8_gemm read these instead, also in the backward. Rows are
+                    either bfloat16, and are quantized here, or a pair of ep.dispatch, whose anchor gets the gradient of
+                    the dequantized rows. Results are bfloat16. On a GPU hidden and intermediate must be multiples of 16
 
     GEMMs accumulate in float32, add the bias and round once; the activation is computed in float32, weighted, and
     rounded once. It is one node of autograd, so gradients of parameters are written once: sums over the rows of the
     first set, then over those of the second. Gradients reach rows and row_weights too. There are no second derivatives.
     On a GPU the host waits for nothing.
 
-    With float8 rows, the activation (from float32), and gradients of results and of hidden are quantised. Gradients of
-    weights are of bfloat16: of those gradients, of the activation and of the dequantised rows. For the backward the
-    quantised rows and hidden are kept; the activation never is.
+    With float8 the rows are quantized, and so are the activation (from float32), and the gradients of results and of
+    hidden. Gradients of weights are computed in bfloat16, from these gradients, the activation and the dequantized
+    rows. The quantized rows and hidden are saved for the backward; the activation never is.
 
-    Raises ValueError where the dtypes of rows and parameters differ, and for pairs without float8 or of another form.
+    Raises ValueError if the dtypes of rows and parameters differ, for pairs without float8, and for malformed pairs.
     """
-    given = list[Any]()
+    row_inputs = list[Any]()  # _INPUTS_PER_SET entries for each set
     for rows, row_weights, ends in sets:
         if isinstance(rows, tuple):
             if options.get("float8") is None:
-                checks.refuse("sets has quantised rows, which need float8")
+                checks.refuse("sets has quantized rows, which need float8")
             float8_gemm.check_pair("sets", rows, parameters.w1[0].shape[1])
-            given += [getattr(rows, "anchor", None), row_weights, ends, rows[0].detach(), rows[1]]
+            row_inputs += [getattr(rows, "anchor", None), row_weights, ends, rows[0].detach(), rows[1]]
         else:
-            given += [rows, row_weights, ends, None, None]
-    dtype = torch.bfloat16 if given[0] is None else given[0].dtype
-    mlp = checked_mlp(dtype, parameters, **options)
-    return _GroupedMlp.apply(mlp, len(sets), *given, *mlp.inputs(*(t for t in given if t is not None)))
+            row_inputs += [rows, row_weights, ends, None, None]
+    dtype = torch.bfloat16 if row_inputs[0] is None else row_inputs[0].dtype
+    mlp = make_mlp(dtype, parameters, **options)
+    last_inputs = mlp.autograd_inputs(*(t for t in row_inputs if t is not None))
+    return _GroupedMlp.apply(mlp, len(sets), *row_inputs, *last_inputs)
 
 
-def checked_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
-    """Return the Mlp for rows of this dtype, with grouped_mlp's options. ValueError if the parameters have another."""
+def make_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
+    """Return the Mlp for rows of this dtype, with grouped_mlp's options. ValueError if the parameters do not match."""
     mlp = Mlp(parameters, **options)
     if mlp.float8 is not None and dtype != torch.bfloat16:
-        checks.refuse(f"float8 is given with rows of {dtype}, but needs torch.bfloat16 or quantised ones")
-    for name, one in parameters._asdict().items():
-        if one is not None and one[0].dtype != dtype:
-            checks.fail(name, one[0].dtype, f"{dtype}, as the rows have it")
-    for name, quantised, one in zip(("w1", "w2"), mlp.float8 or (), parameters):
-        assert one is not None  # w1 or w2
-        sizes = [(len(matrices), *shape_of(matrices)) for matrices in (quantised.rows, one)]
-        if sizes[0] != sizes[1]:
-            given, allowed = (f"{number} matrices {shape}" for number, *shape in sizes)
-            checks.refuse(f"float8 has {name} of {given}, but the parameters have {allowed}")
+        checks.refuse(f"float8 is given with rows of {dtype}, but needs torch.bfloat16 or quantized ones")
+    for name, parameter in parameters._asdict().items():
+        if parameter is not None and parameter[0].dtype != dtype:
+            checks.fail(name, parameter[0].dtype, f"{dtype}, the dtype of the rows")
+    for name, quantized, parameter in zip(("w1", "w2"), mlp.float8 or (), parameters):
+        assert parameter is not None  # w1 or w2
+        given = len(quantized.rows), [*matrix_shape(quantized.rows)]
+        expected = len(parameter), [*matrix_shape(parameter)]
+        if given != expected:
+            checks.refuse(
+                f"float8 has {name} of {given[0]} matrices {given[1]}, but the parameters have {expected[0]} matrices "
+                f"{expected[1]}"
+            )
     return mlp
 
 
-class Kept(NamedTuple):
-    """What a backward needs of the rows of one forward pass."""
+class SavedForward(NamedTuple):
+    """The tensors of one forward pass over a set of rows that its backward needs."""
 
     rows: Tensor
     row_weights: Tensor
     ends: Tensor
     hidden: Tensor
-    activated: Tensor | None  # None: computed again
+    activated: Tensor | None  # None: the backward computes it again
     scales: Tensor | None = None  # of float8 rows
 
 
 class RowGrads(NamedTuple):
-    """Gradients in a backward pass, by row, that those of parameters are made of."""
+    """Gradients by row in a backward pass, from which those of the parameters are computed."""
 
     grad_out: Tensor
     grad_hidden: Tensor
 
 
-def run_rows(
+def forward_rows(
     rows: Tensor, row_weights: Tensor, ends: Tensor, mlp: Mlp, scales: Tensor | None = None
-) -> tuple[Tensor, Kept]:
-    """Run every expert on its rows. Return the results, and what the backward needs. scales: of float8 rows"""
+) -> tuple[Tensor, SavedForward]:
+    """Run every expert on its rows. Return the results, and what the backward needs. scales: those of float8 rows"""
     w1, w2, b1, b2 = mlp.parameters
     if mlp.float8 is not None:
         pair = float8_gemm.quantize_rows(rows, ends) if scales is None else QuantizedRows(rows, scales)
         hidden = float8_gemm.linear(pair, mlp.float8[0], ends, b1)
-        quantised = float8_gemm.activate(hidden, row_weights, ends, mlp.activation)
-        out = float8_gemm.linear(quantised, mlp.float8[1], ends, b2, row_weights)
-        return out, Kept(pair.rows, row_weights, ends, hidden, None, pair.scales)
+        quantized = float8_gemm.activate(hidden, row_weights, ends, mlp.activation)
+        out = float8_gemm.linear(quantized, mlp.float8[1], ends, b2, row_weights)
+        return out, SavedForward(pair.rows, row_weights, ends, hidden, None, pair.scales)
     hidden = grouped_gemm.linear(rows, w1, ends, b1)
     activated = grouped_gemm.activate(hidden, row_weights, ends, mlp.activation)
     out = grouped_gemm.linear(activated, w2, ends, b2, row_weights)
-    return out, Kept(rows, row_weights, ends, hidden, activated if mlp.keep_activated else None)
+    return out, SavedForward(rows, row_weights, ends, hidden, activated if mlp.keep_activated else None)
 
 
-def grads_of_rows(
-    grad_out: Tensor, kept: Kept, mlp: Mlp, parameters: Parameters, wants_rows: bool
+def backward_rows(
+    grad_out: Tensor, saved: SavedForward, mlp: Mlp, parameters: Parameters, needs_grad_rows: bool
 ) -> tuple[RowGrads, Tensor | None, Tensor]:
-    """Return what `write_grads` needs, and the gradients of rows and row_weights."""
-
-    def through(grad: Tensor, number: int) -> Tensor:
-        """Return the gradient of the rows of a linear layer."""
-        if mlp.float8 is None:
-            return grouped_gemm.linear_grad_rows(grad, (parameters.w1, parameters.w2)[number], kept.ends)
-        pair = float8_gemm.quantize_rows(grad, kept.ends)
-        return float8_gemm.linear_grad_rows(pair, mlp.float8[number], kept.ends)
-
+    """Return what `write_parameter_grads` needs, and the gradients of rows and row_weights."""
+    quantized_w1, quantized_w2 = mlp.float8 or (None, None)
     grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
-        through(grad_out, 1), kept.hidden, kept.row_weights, kept.ends, mlp.activation, grad_out, parameters.b2
+        _linear_grad_rows(grad_out, parameters.w2, quantized_w2, saved.ends),
+        saved.hidden,
+        saved.row_weights,
+        saved.ends,
+        mlp.activation,
+        grad_out,
+        parameters.b2,
     )
-    grad_rows = through(grad_hidden, 0) if wants_rows else None
+    grad_rows = None
+    if needs_grad_rows:
+        grad_rows = _linear_grad_rows(grad_hidden, parameters.w1, quantized_w1, saved.ends)
     return RowGrads(grad_out, grad_hidden), grad_rows, grad_row_weights
 
 
-def write_grads(
-    sets: Sequence[tuple[Kept, RowGrads]], activation: Activation, out: Parameters, accumulate: bool
+def _linear_grad_rows(
+    grad: Tensor, weights: ExpertMatrices, quantized: QuantizedMatrices | None, ends: Tensor
+) -> Tensor:
+    """Return the gradient of the rows of a linear layer, in float8 if its weights are `quantized`."""
+    if quantized is None:
+        return grouped_gemm.linear_grad_rows(grad, weights, ends)
+    return float8_gemm.linear_grad_rows(float8_gemm.quantize_rows(grad, ends), quantized, ends)
+
+
+def write_parameter_grads(
+    sets: Sequence[tuple[SavedForward, RowGrads]], activation: Activation, out: Parameters, accumulate: bool
 ) -> None:
-    """Write the gradients of the parameters, or add them to what is there: sums over one or two sets of rows."""
+    """Write the gradients of the parameters into `out`, or add them to what it holds.
 
-    def activated(kept: Kept) -> Tensor:
-        if kept.activated is not None:
-            return kept.activated
-        return grouped_gemm.activate(kept.hidden, kept.row_weights, kept.ends, activation)
-
-    def rows(kept: Kept) -> Tensor:
-        return kept.rows if kept.scales is None else float8_gemm.dequantize_rows((kept.rows, kept.scales), kept.ends)
-
+    They are sums over the rows of one or two sets.
+    """
+    # The lists are not given names: what is computed for one gradient is freed before the next one is computed.
     grouped_gemm.linear_grad_weights(
-        [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets], out.w2, accumulate=accumulate
+        [(grads.grad_out, _activated_rows(saved, activation), saved.ends) for saved, grads in sets],
+        out.w2,
+        accumulate=accumulate,
     )
     grouped_gemm.linear_grad_weights(
-        [(grads.grad_hidden, rows(kept), kept.ends) for kept, grads in sets], out.w1, accumulate=accumulate
+        [(grads.grad_hidden, _dequantized_rows(saved), saved.ends) for saved, grads in sets],
+        out.w1,
+        accumulate=accumulate,
     )
     if out.b1 is not None:
         grouped_gemm.linear_grad_bias(
-            [(grads.grad_hidden, kept.ends, None) for kept, grads in sets], out.b1, accumulate=accumulate
+            [(grads.grad_hidden, saved.ends, None) for saved, grads in sets], out.b1, accumulate=accumulate
         )
     if out.b2 is not None:
         grouped_gemm.linear_grad_bias(
-            [(grads.grad_out, kept.ends, kept.row_weights) for kept, grads in sets], out.b2, accumulate=accumulate
+            [(grads.grad_out, saved.ends, saved.row_weights) for saved, grads in sets], out.b2, accumulate=accumulate
         )
 
 
-_PER_SET = 5  # tensors that a set is given: rows, row_weights, ends, float8 rows and their scales
+def _activated_rows(saved: SavedForward, activation: Activation) -> Tensor:
+    """Return the inputs of the second GEMM, computed again unless they were saved."""
+    if saved.activated is not None:
+        return saved.activated
+    return grouped_gemm.activate(saved.hidden, saved.row_weights, saved.ends, activation)
+
+
+def _dequantized_rows(saved: SavedForward) -> Tensor:
+    """Return the inputs of the first GEMM."""
+    if saved.scales is None:
+        return saved.rows
+    return float8_gemm.dequantize_rows((saved.rows, saved.scales), saved.ends)
+
+
+# The inputs of _GroupedMlp: mlp and num_sets; for each set rows (or the anchor of float8 rows), row_weights, ends,
+# float8 rows and their scales; then those of Mlp.autograd_inputs, an anchor or None, and the parameters.
+_FIRST_ROW_INPUT = 2
+_INPUTS_PER_SET = 5
 
 
 class _GroupedMlp(torch.autograd.Function):
-    """Both GEMMs and the activation. Parameters that take_grads looks after are no inputs: autograd knows none."""
+    """Both GEMMs and the activation. With take_grads the parameters are not inputs, so autograd does not see them."""
 
     @staticmethod
-    def forward(ctx: Any, mlp: Mlp, num_sets: int, *given: Any) -> tuple[Tensor, ...]:
-        """given: for each set rows (the anchor of float8 rows), row_weights, ends, float8 rows and scales or None; then
-        an anchor or None; parameters"""
-        tensors = given[_PER_SET * num_sets + 1 :]
-        results, saved = list[Tensor](), list[Tensor | None]()
+    def forward(ctx: Any, mlp: Mlp, num_sets: int, *inputs: Any) -> tuple[Tensor, ...]:
+        parameters = inputs[_INPUTS_PER_SET * num_sets + 1 :]
+        results, saved_tensors = list[Tensor](), list[Tensor | None]()
         for i in range(num_sets):
-            rows, row_weights, ends, float8_rows, scales = given[_PER_SET * i : _PER_SET * (i + 1)]
-            out, kept = run_rows(rows if float8_rows is None else float8_rows, row_weights, ends, mlp, scales)
+            set_inputs = inputs[_INPUTS_PER_SET * i : _INPUTS_PER_SET * (i + 1)]
+            rows, row_weights, ends, float8_rows, scales = set_inputs
+            if float8_rows is not None:
+                rows = float8_rows
+            out, saved = forward_rows(rows, row_weights, ends, mlp, scales)
             results.append(out)
-            saved += kept
+            saved_tensors += saved
         ctx.mlp = mlp
-        ctx.save_for_backward(*saved, *tensors)
+        ctx.save_for_backward(*saved_tensors, *parameters)
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_results: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-        num_fields, num_sets = len(Kept._fields), len(grad_results)
-        tensors = saved[num_fields * num_sets :]
+        saved_tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        num_fields, num_sets = len(SavedForward._fields), len(grad_results)
+        parameter_tensors = saved_tensors[num_fields * num_sets :]
         mlp: Mlp = ctx.mlp
-        parameters = mlp.saved(tensors)
-        sets, grads_given = list[tuple[Kept, RowGrads]](), list[Tensor | None]()
+        parameters = mlp.saved_parameters(parameter_tensors)
+        sets, grad_row_inputs = list[tuple[SavedForward, RowGrads]](), list[Tensor | None]()
         for i, grad_out in enumerate(grad_results):
-            kept = Kept(*saved[num_fields * i : num_fields * (i + 1)])
-            wants_rows = ctx.needs_input_grad[2 + _PER_SET * i]
-            grads, *of_inputs = grads_of_rows(grad_out.contiguous(), kept, mlp, parameters, wants_rows)
-            clear_unused_rows(kept.ends, *of_inputs)
-            sets.append((kept, grads))
-            grads_given += [*of_inputs, None, None, None]
-        wanted = any(ctx.needs_input_grad[2 + _PER_SET * num_sets + 1 :])
-        return None, None, *grads_given, *mlp.gradients(partial(write_grads, sets, mlp.activation), tensors, wanted)
+            saved = SavedForward(*saved_tensors[num_fields * i : num_fields * (i + 1)])
+            needs_grad_rows = ctx.needs_input_grad[_FIRST_ROW_INPUT + _INPUTS_PER_SET * i]
+            row_grads, grad_rows, grad_row_weights = backward_rows(
+                grad_out.contiguous(), saved, mlp, parameters, needs_grad_rows
+            )
+            clear_unused_rows(saved.ends, grad_rows, grad_row_weights)
+            sets.append((saved, row_grads))
+            grad_row_inputs += [grad_rows, grad_row_weights, None, None, None]
+        write = partial(write_parameter_grads, sets, mlp.activation)
+        first_parameter = _FIRST_ROW_INPUT + _INPUTS_PER_SET * num_sets + 1
+        needs_grad_parameters = any(ctx.needs_input_grad[first_parameter:])
+        grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_grad_parameters)
+        return None, None, *grad_row_inputs, *grad_last_inputs

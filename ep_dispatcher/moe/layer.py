@@ -1,4 +1,4 @@
-"""A layer of experts as a module: a router, experts sharded over the ranks of a buffer, dispatch and combine."""
+"""MoELayer: a router, experts sharded over the ranks of a buffer, dispatch and combine, as one module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ep_dispatcher.autograd import check_buffer, combine, dispatch
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.gradients import scale_gradient
-from ep_dispatcher.moe.mlp import checked_options, moe_mlp
+from ep_dispatcher.moe.mlp import check_options, moe_mlp
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -34,28 +34,29 @@ class MoELayer(nn.Module):
         y = layer(x)                            # x and y: [..., hidden], of all tokens of this rank
 
     buffer        any number of layers may share it. For fully_shard make it from a dimension of a named mesh
-    intermediate  width inside an expert of ep.moe_mlp, with w1 and w2 as there. None if `experts` is given
-    bias          whether these experts have b1 and b2 too, which begin as zeros
+    intermediate  width inside an expert of ep.moe_mlp, whose w1 and w2 the layer makes. None if `experts` is given
+    bias          whether these experts also have b1 and b2, which begin as zeros
     router        a module: rows [num_tokens, hidden] -> topk_idx, topk_weights as ep.dispatch takes them. None: the
                   num_topk largest of softmax(rows @ weight.T), divided by their sum, computed in float32
     experts       a module or function: out.x, out.tokens_per_expert of ep.dispatch -> results of the rows, before they
-                  are weighted. None: those of ep.moe_mlp
-    average_gradients  divide the gradients of the experts by the buffer's ranks, as in ep.moe_mlp. An attribute too:
-                  it can be set later
+                  are weighted. None: the experts of ep.moe_mlp
+    average_gradients  divide the gradients of the experts by the number of ranks of the buffer, as in ep.moe_mlp. It is
+                  an attribute too, which can be set later
     activation, max_recv_rows, overlap, num_parts, keep_activated, quantize  as in ep.moe_mlp; with `experts` only
                   max_recv_rows
-    device        of new parameters. None: that of a surrounding torch.device, else the buffer's
-    dtype         of new parameters, as for torch.nn.Linear. Weights and biases of experts are cast to the buffer's
-                  dtype in each call if they have another, so they may be float32. FSDP2's policy casts fewer times
+    device        device of new parameters. None: that of a surrounding torch.device, otherwise the buffer's
+    dtype         dtype of new parameters, as for torch.nn.Linear. Weights and biases of experts with another dtype than
+                  the buffer's are cast in each call, so they may be float32. FSDP2's policy casts less often
 
-    ``layer.experts`` has DTensors of all experts, Shard(0) over the buffer's ranks. So fully_shard over the replicas of
-    the experts and torch.distributed.checkpoint work, also with another number of ranks. Each parameter of a given
-    module becomes one: it begins with a dimension of num_local_experts, and ``forward`` uses its ``to_local()``.
-    The gradient of an expert is that of the sum of the ranks' losses. ``fully_shard_experts`` makes it that of their
-    mean, as FSDP2 does for other parameters; with DDP give ``average_gradients=True`` (docs/pytorch.md).
+    The parameters of ``layer.experts`` are DTensors of all experts, Shard(0) over the buffer's ranks. So fully_shard
+    over the replicas of the experts and torch.distributed.checkpoint work, also with another number of ranks. Each
+    parameter of a given module becomes such a DTensor: its first dimension must be num_local_experts, and ``forward``
+    uses its ``to_local()``. The gradient of an expert is the gradient of the sum of the ranks' losses. With
+    ``fully_shard_experts`` it is the gradient of their mean, as FSDP2 makes it for other parameters. With DDP give
+    ``average_gradients=True`` (docs/pytorch.md).
 
-    y has the buffer's dtype. Operations of all ranks, their errors and torch.autocast are as in ep.moe_mlp. A copy
-    shares the buffer. Pickling is a TypeError: save the state_dict().
+    y has the buffer's dtype. Collective operations, their errors and torch.autocast are as in ep.moe_mlp. A copy of the
+    layer shares the buffer. Pickling is a TypeError: save the state_dict().
 
     Raises ValueError for arguments that are not allowed, or would have no effect.
     """
@@ -81,9 +82,9 @@ class MoELayer(nn.Module):
         super().__init__()
         check_buffer(buffer)
         checks.boolean("bias", bias)
-        for name, part in (("router", router), ("experts", experts)):
-            if part is not None and not callable(part):
-                checks.fail(name, f"of type {type(part).__name__}", "a module")
+        for name, module in (("router", router), ("experts", experts)):
+            if module is not None and not callable(module):
+                checks.fail(name, f"of type {type(module).__name__}", "a module")
         if max_recv_rows is not None:
             max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
         options = dict(
@@ -114,20 +115,20 @@ class MoELayer(nn.Module):
             shard_by_expert(experts, buffer)
         self.experts: Callable[..., Tensor] = experts
 
-    if TYPE_CHECKING:  # nn.Module's own takes and returns anything
+    if TYPE_CHECKING:  # nn.Module's own __call__ takes and returns anything
 
         def __call__(self, x: Tensor) -> Tensor: ...
 
     def reset_parameters(self) -> None:
-        """Draw new values with the methods of this name that the router and the experts have."""
-        for part in self.children():
-            if next(part.parameters(), None) is not None:
-                part.reset_parameters()  # type: ignore[operator]  # an AttributeError says which module has none
+        """Draw new values: call reset_parameters of the router and of the experts."""
+        for module in self.children():
+            if next(module.parameters(), None) is not None:
+                module.reset_parameters()  # type: ignore[operator]  # an AttributeError says which module has none
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y of x's shape and the buffer's dtype, for x [..., hidden] of that dtype: all tokens of this rank.
 
-        This is an operation of all ranks, as ep.moe_mlp is. Under torch.autocast of the buffer's dtype x is cast.
+        All ranks must call it, as ep.moe_mlp. Under torch.autocast of the buffer's dtype x is cast.
 
         Raises ValueError before anything is sent if x has another last dimension or dtype, or more than
         max_tokens_per_rank tokens.
@@ -143,16 +144,17 @@ class MoELayer(nn.Module):
             y = self.experts(rows, topk_idx, topk_weights, self.average_gradients)
         else:
             out = dispatch(self.buffer, rows, topk_idx, topk_weights, max_recv_rows=self.max_recv_rows)
-            assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as rows and topk_weights were given
+            assert isinstance(out.x, Tensor) and out.topk_weights is not None  # because the arguments were tensors
             y = self._run_own_experts(out.x, out.tokens_per_expert) * out.topk_weights[:, None]
             y = combine(self.buffer, y.to(self.buffer.config.dtype), out.handle)
-        # No view, as in torch.nn.Linear: FSDP2 would lose the hook of its backward by `y += ...`, where y is a view.
+        # Return no view, as torch.nn.Linear does: with a view, `y += ...` would lose the hook of FSDP2's backward.
         return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # noqa: SLF001
 
     def _run_own_experts(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Run the experts of a user. Their parameters are theirs: divide what comes back to them, and undo that behind.
+        """Run the experts that the user gave. To average their gradients, scale the gradient that they get.
 
-        The numbers of ranks are powers of two nearly always, and then every bit of the gradient of rows is as before.
+        The layer does not handle their parameters, so it divides the gradient of their results, and multiplies the
+        gradient of their rows to undo that. The number of ranks is nearly always a power of two, so this is exact.
         """
         if not self.average_gradients:
             return self.experts(rows, tokens_per_expert)
@@ -177,15 +179,16 @@ class MoELayer(nn.Module):
             fully_shard(layer.router, mesh=world)       # all other parameters: over all ranks
             fully_shard(layer, mesh=world)
 
-        mesh        the ranks with the same experts as this one, also if it is alone: a dimension of the mesh that the
-                    buffer was made from, or two for copies of the shards
-        mp_policy   its param_dtype is the buffer's dtype or None. The inputs of the layer's own experts are not cast,
-                    because topk_weights stay float32: give x in the buffer's dtype
+        mesh        the ranks with the same experts as this one, even if it is the only one: a dimension of the mesh
+                    that the buffer was made from, or two dimensions for copies of the shards
+        mp_policy   its param_dtype must be the buffer's dtype or None. The inputs of the layer's own experts are not
+                    cast, because topk_weights stay float32: give x in the buffer's dtype
         the others  as in fully_shard. With fewer local experts than shards another dimension is sharded by default
 
-        From here on ``average_gradients`` is True, so that all gradients are those of the mean of the ranks' losses,
-        with any number of replicas and microbatches. No set_gradient_divide_factor is needed. If the ranks' losses are
-        to be summed, set ``layer.average_gradients = False``, and that factor to 1 for experts as for all others.
+        From here on ``average_gradients`` is True, so that all gradients are gradients of the mean of the ranks'
+        losses, with any number of replicas and microbatches. No set_gradient_divide_factor is needed. If the ranks'
+        losses are to be summed, set ``layer.average_gradients = False``, and that factor to 1 for experts as for all
+        other parameters.
 
         Raises ValueError for experts without a module, for another mesh, and for a policy of another dtype.
         """
@@ -212,7 +215,7 @@ class MoELayer(nn.Module):
 
 
 def _refuse_with_experts(intermediate: int | None, bias: bool, options: dict[str, Any]) -> None:
-    """Refuse what only the layer's own experts have."""
+    """Refuse arguments that only the layer's own experts use."""
     if intermediate is not None or bias:
         checks.refuse(f"intermediate is {intermediate} and bias is {bias}, but a layer with experts has its own")
     for name, value in options.items():
@@ -222,7 +225,7 @@ def _refuse_with_experts(intermediate: int | None, bias: bool, options: dict[str
 
 
 class TopKRouter(nn.Module):
-    """The largest probabilities of each row and their experts; the probabilities are divided by their sum."""
+    """Chooses the experts with the largest probabilities for each row, and divides these by their sum."""
 
     def __init__(self, buffer: Buffer, device: Device, dtype: Dtype):
         super().__init__()
@@ -245,14 +248,14 @@ class TopKRouter(nn.Module):
 
 
 class MLPExperts(nn.Module):
-    """The experts of ep.moe_mlp. It calls moe_mlp, because FSDP2 gathers parameters for the ``forward`` of a module."""
+    """The experts of ep.moe_mlp. Its forward is the whole layer, because FSDP2 gathers parameters for a ``forward``."""
 
     def __init__(
         self, buffer: Buffer, intermediate: int, bias: bool, options: dict[str, Any], device: Device, dtype: Dtype
     ):
         super().__init__()
         self.buffer, self.intermediate = buffer, intermediate
-        self.options = checked_options(buffer, intermediate, options)
+        self.options = check_options(buffer, intermediate, options)
         hidden, pair = buffer.config.hidden, self.options["activation"].pair
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -272,23 +275,31 @@ class MLPExperts(nn.Module):
             f"activation={self.options['activation']}"
         )
 
-    def _as_rows(self, p: Tensor) -> Tensor:
-        """Return the experts of this rank in the dtype of the buffer's rows. Their gradient has the parameter's."""
-        return (p.to_local() if isinstance(p, DTensor) else p).to(self.buffer.config.dtype)
+    def _local_in_buffer_dtype(self, p: Tensor) -> Tensor:
+        """Return the part of a parameter on this rank in the buffer's dtype. The gradient has the parameter's dtype."""
+        local = p.to_local() if isinstance(p, DTensor) else p
+        return local.to(self.buffer.config.dtype)
 
     def reset_parameters(self) -> None:
         for p in self.parameters():
-            fill_normal(p) if p.ndim == 3 else nn.init.zeros_(p)
+            if p.ndim == 3:
+                fill_normal(p)
+            else:  # a bias
+                nn.init.zeros_(p)
 
     def forward(self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, average_gradients: bool = False) -> Tensor:
-        w1, w2 = self._as_rows(self.w1), self._as_rows(self.w2)
-        b1, b2 = (None if bias is None else self._as_rows(bias) for bias in (self.b1, self.b2))
+        w1, w2 = self._local_in_buffer_dtype(self.w1), self._local_in_buffer_dtype(self.w2)
+        b1 = None if self.b1 is None else self._local_in_buffer_dtype(self.b1)
+        b2 = None if self.b2 is None else self._local_in_buffer_dtype(self.b2)
         options = self.options | {"average_gradients": average_gradients}
         return moe_mlp(self.buffer, rows, topk_idx, topk_weights, w1, w2, b1=b1, b2=b2, **options)
 
 
 def shard_by_expert(experts: nn.Module, buffer: Buffer) -> None:
-    """Make each parameter, which has this rank's experts, a DTensor of all experts. ValueError for another shape."""
+    """Replace each parameter, which holds this rank's experts, by a DTensor of all experts.
+
+    ValueError if the first dimension of a parameter is not that of this rank's experts.
+    """
     device, num_local = buffer.live_engine().device, buffer.num_local_experts
     mesh = buffer.mesh if buffer.mesh is not None else DeviceMesh.from_group(buffer.config.group, device)
     if mesh.device_type != device:
@@ -308,10 +319,10 @@ def shard_by_expert(experts: nn.Module, buffer: Buffer) -> None:
 
 @torch.no_grad()
 def fill_normal(p: Tensor) -> None:
-    """Draw from a normal distribution whose deviation is the root of 1 / the last dimension.
+    """Draw from a normal distribution whose standard deviation is 1 / sqrt(the last dimension).
 
-    Ranks with the same torch.manual_seed draw the same values for the same part of a parameter, and others for other
-    parts. PyTorch itself draws so on GPUs only.
+    Ranks with the same torch.manual_seed draw the same values for the same part of a parameter, and different values
+    for different parts. PyTorch itself does so on GPUs only.
     """
     seed, local = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")), p
     if isinstance(p, DTensor):

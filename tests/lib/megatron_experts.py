@@ -51,7 +51,7 @@ def switched_on(mode: str = GROUPED_GEMMS, dtypes=(torch.float32,)):
 def two_parts():
     """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "num_parts_of", lambda buffer: 2)
+        patch.setattr(experts, "resolve_num_parts", lambda buffer: 2)
         yield note_parts(patch)
 
 

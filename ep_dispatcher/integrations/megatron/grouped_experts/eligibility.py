@@ -22,7 +22,7 @@ from ep_dispatcher.integrations.megatron.grouped_experts.changes import GLOBAL_H
 from ep_dispatcher.integrations.megatron.grouped_experts.layer import LayerExperts
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
-from ep_dispatcher.moe.matrices import LINE_BYTES
+from ep_dispatcher.moe.expert_matrices import LINE_BYTES
 
 # Fields of TransformerConfig with the values that they must have. Not every version has all of them.
 PLAIN_SETTINGS = {

@@ -32,7 +32,7 @@ from ep_dispatcher.integrations.megatron.grouped_experts.gradients import Gradie
 from ep_dispatcher.integrations.megatron.grouped_experts.layer import LayerExperts, one_of_buckets
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
-from ep_dispatcher.moe.overlap import num_parts_of
+from ep_dispatcher.moe.overlap import resolve_num_parts
 
 QUANTISE = "dispatch quantised rows"  # what ranks agree on
 
@@ -177,7 +177,7 @@ class Experts(LayerExperts):
         still takes part, with Megatron's own experts. Raises RuntimeError if it cannot any more, because the experts'
         own forward was replaced or has hooks: the others would wait for its second part.
         """
-        if num_parts_of(buffer) == 1:
+        if resolve_num_parts(buffer) == 1:
             return False
         can = self.why_not is None and self.can_overlap and self.why_no_overlap is None
         agreed = self.agree("run their steps in two parts of the tokens", can)
@@ -253,7 +253,7 @@ def _say_overlap(layers: Sequence[Experts]) -> None:
     """Print how many layers overlap communication with their experts, and why the others do not."""
     buffers = (getattr(one.layer.token_dispatcher, "buffer", None) for one in layers)  # a model shares one
     buffer = next((one for one in buffers if one is not None), None)
-    of_buffer = None if buffer is None else overlap.why_not(buffer)
+    of_buffer = None if buffer is None else overlap.no_overlap_reason(buffer)
     reasons = [(one, one.why_no_overlap or of_buffer) for one in layers]
     overlapped = sum(reason is None for _, reason in reasons)
     line = (

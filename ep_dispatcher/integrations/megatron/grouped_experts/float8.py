@@ -27,8 +27,8 @@ from torch.nn import Module
 from ep_dispatcher.checks import POWERS_OF_TWO, ROW_GRANULARITY
 from ep_dispatcher.integrations.megatron.dispatcher import graphs
 from ep_dispatcher.moe import float8_gemm
+from ep_dispatcher.moe.expert_matrices import QuantizedMatrices
 from ep_dispatcher.moe.grouped_mlp import Float8, Parameters
-from ep_dispatcher.moe.matrices import QuantizedMatrices
 
 WIRE: Final = POWERS_OF_TWO  # how ep.dispatch quantises
 FLOAT32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # of Transformer Engine

@@ -80,7 +80,7 @@ class Gradients:
         before a step. Then autograd accumulates the anchor's gradient, and ``after_backward`` does the rest.
         """
         tensors: list[Any] = parameters.flat()
-        write(parameters.like([one.main_grad for one in tensors]), True)
+        write(parameters.unflatten([one.main_grad for one in tensors]), True)
         _say_added(tensors)
         self._is_delivered = True
         return _dummy(parameters.w2[0]).detach()
@@ -109,7 +109,7 @@ def _deliver(experts: LayerExperts, write: WriteGrads, parameters: Parameters, f
     if fused:
         # False since main_grad was filled with zeros: nothing has been added yet.
         accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
-        write(parameters.like([one.main_grad for one in tensors]), accumulate)
+        write(parameters.unflatten([one.main_grad for one in tensors]), accumulate)
         _say_added(tensors)
     else:
         grads = parameters.empty_like()

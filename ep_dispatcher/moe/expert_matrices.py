@@ -1,0 +1,65 @@
+"""The matrices of grouped GEMMs: one per expert, as one tensor or as separate tensors anywhere in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LINE_BYTES = 16  # the kernels need the address of a matrix, and of each of its rows, to be a multiple of this
+ExpertMatrices = Sequence[Tensor] | Tensor  # one matrix per expert: separate tensors, or one tensor of all of them
+WeightGradInputs = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
+BiasGradInputs = tuple[Tensor, Tensor, Tensor | None]  # grad, ends and row_weights of linear_grad_bias
+
+
+def lowest_and_shifts(weights: ExpertMatrices) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the matrix at the lowest address, and the distance from it to each matrix, in units of LINE_BYTES.
+
+    The matrices are copied if one is not contiguous or does not begin at a multiple of LINE_BYTES, or if two of them
+    begin 32 GiB or more apart.
+    """
+    if isinstance(weights, Tensor):
+        weights = weights.contiguous()
+        first = weights[0]  # a view of each would take the host longer than a launch
+        if not (first.data_ptr() | first.nbytes) % LINE_BYTES:
+            step = first.nbytes // LINE_BYTES
+            return first, tuple(step * i for i in range(len(weights)))
+    index_and_shifts = _shifts_from_lowest(tuple([weight.data_ptr() for weight in weights]))
+    if index_and_shifts is None or not all(map(Tensor.is_contiguous, weights)):
+        return lowest_and_shifts(torch.stack(tuple(weights)))
+    lowest, shifts = index_and_shifts
+    return weights[lowest], shifts
+
+
+@functools.lru_cache(4096)  # Megatron's addresses stay the same from step to step
+def _shifts_from_lowest(addresses: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """Return the index of the lowest address, and the distance to each address. None: the matrices must be copied."""
+    lowest = min(addresses)
+    if any(address % LINE_BYTES for address in addresses) or max(addresses) - lowest >= LINE_BYTES * 2**31:
+        return None
+    return addresses.index(lowest), tuple((address - lowest) // LINE_BYTES for address in addresses)
+
+
+def matrix_shape(matrices: ExpertMatrices) -> torch.Size:
+    """Return the shape of each matrix."""
+    return matrices.shape[1:] if isinstance(matrices, Tensor) else matrices[0].shape
+
+
+class QuantizedMatrices(NamedTuple):
+    """Quantized matrices [n, k], one per expert, and their transposed copies. All may lie anywhere in memory.
+
+    The scales of an expert are float32 [ceil(n / 128), ceil(k / 128)], and may have further columns that nobody reads.
+    The scales of all experts have the same strides.
+    """
+
+    rows: ExpertMatrices  # float8_e4m3fn [n, k] each, contiguous
+    scales: ExpertMatrices
+    transposed: ExpertMatrices  # the same values, [k, n]
+    transposed_scales: ExpertMatrices
+
+    def t(self) -> QuantizedMatrices:
+        """Return the transposed matrices. Nothing is copied."""
+        return QuantizedMatrices(self.transposed, self.transposed_scales, self.rows, self.scales)
