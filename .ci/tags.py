@@ -137,7 +137,7 @@ def faults() -> dict[str, tuple[str, str]]:
     text = (ROOT / "ep_dispatcher/engines/cuda/kernel_reports.py").read_text()
     # KernelReports._error_of has a function of checks.py for each kind of error, and "differ" last, without an `if`.
     worded = dict(re.findall(r'if kind == "(\w+)":.*?return checks\.(\w+)\(', text, re.DOTALL))
-    worded["differ"] = "disagreement"
+    worded["differ"] = "disagreement_error"
     found = {}
     for (error, meaning), kind in zip(members("Error").items(), names("kErrorNames")):
         if error != "kNone":

@@ -96,7 +96,7 @@ def dispatch_request(
         )
     else:
         checks.handle(handle, config.buffer_id)
-        checks.reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
+        checks.handle_reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
         layout, expert_alignment, num_rows = handle.layout, handle.expert_alignment, handle.num_rows
         plan, message_rows = handle.plan, handle.message_rows
     return DispatchRequest(
@@ -111,7 +111,7 @@ def dispatch_request(
         num_rows=num_rows,
         quantize=checks.POWERS_OF_TWO if packs_scales else quantize,
         label=label,
-        sends_only=return_hook,
+        is_send_only=return_hook,
         packs_scales=packs_scales,
     )
 

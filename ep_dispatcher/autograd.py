@@ -357,7 +357,7 @@ def dispatch(
     )
     handles: list[Handle] = []  # of this dispatch; a recompute finds the one of its forward pass here
     if handle is None and not buffer.caller_keeps_plans:
-        handles = recompute.handles_of(engine, request)
+        handles = recompute.handles_for(engine, request)
     if handles:
         (handle,) = handles
         recompute.use_plan(request, handle)

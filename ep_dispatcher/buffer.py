@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks, engines, recompute
+from ep_dispatcher.addressable import check_writable
 from ep_dispatcher.argument_types import EngineName, Layout, Quantize, ScaleFormat, TrainingLayout
 from ep_dispatcher.arguments import BufferDispatchOptions, combine_request, dispatch_request, plan_request
 from ep_dispatcher.buffer_arguments import BufferArguments, agree_on_config, checked_group
@@ -23,7 +24,6 @@ from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.outputs import combine_output, dispatch_output, new_handle
-from ep_dispatcher.plain import writable
 from ep_dispatcher.sizes import BufferSizes
 from ep_dispatcher.statistics import Stats, Totals
 from ep_dispatcher.wording import Wording
@@ -363,7 +363,7 @@ class Buffer(BufferSizes):
             )
             handles: list[Handle] = []  # of this plan; a recompute finds the one of its forward pass here
             if not self.caller_keeps_plans:
-                handles = recompute.handles_of(engine, request)
+                handles = recompute.handles_for(engine, request)
             if not handles:
                 handles.append(new_handle(engine, request, engine.dispatch(request)))
             return handles[0]
@@ -497,7 +497,7 @@ class Buffer(BufferSizes):
                     f"{argument} has to lie in plain memory, but its strides are {wait_ns.stride()}, negated: "
                     f"{wait_ns.is_neg()}"
                 )
-            writable(argument, wait_ns)
+            check_writable(argument, wait_ns)
         engine.measure_waits(operation, wait_ns)
         self._wait_ns[operation] = wait_ns
 
@@ -646,7 +646,7 @@ class Buffer(BufferSizes):
         engine, config = self.live_engine(), self.config
         if not config.suspendable:
             checks.refuse("buffer cannot be suspended: make it by ep.Buffer(..., suspendable=True)")
-        engine.refuse_unreceived(operation)
+        engine.refuse_if_pending(operation)
         if not dist.is_initialized():
             checks.refuse(
                 f"the process group of this buffer is gone: call {operation}() before destroy_process_group()"
@@ -683,11 +683,11 @@ class Buffer(BufferSizes):
 
     def __repr__(self) -> str:
         if self._engine is None:
-            return self.config.described("destroyed")
+            return self.config.describe("destroyed")
         state = self._engine.summary
         if self.is_suspended:
             state += ", suspended"
-        return self.config.described(state)
+        return self.config.describe(state)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Buffer:
         """Return this buffer itself: a deep copy of a module gets its own weights and shares the buffer."""

@@ -44,13 +44,13 @@ def scale_dtype(quantize: str | None, scales: Tensor | None = None) -> torch.dty
     return None if scales is None else scales.dtype
 
 
-def mistake(argument: str, given: Any, allowed: str) -> str:
+def error_text(argument: str, given: Any, allowed: str) -> str:
     """Return a sentence: "layout is 'x', but has to be 'expert' or 'rank'"."""
     return f"{argument} is {given}, but has to be {allowed}"
 
 
 def fail(argument: str, given: Any, allowed: str) -> NoReturn:
-    raise ValueError(mistake(argument, given, allowed))
+    raise ValueError(error_text(argument, given, allowed))
 
 
 def refuse(why: str) -> NoReturn:
@@ -58,7 +58,7 @@ def refuse(why: str) -> NoReturn:
     raise ValueError(why)
 
 
-def one_of_these(allowed: Iterable[object]) -> str:
+def list_options(allowed: Iterable[object]) -> str:
     """Return "'a', 'b' or 'c'"."""
     *others, last = map(repr, allowed)
     return f"{', '.join(others)} or {last}" if others else last
@@ -93,7 +93,7 @@ def one_of(argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
     for one in allowed:
         if value is one or (isinstance(value, type(one)) and value == one):
             return
-    fail(argument, repr(value), one_of_these(allowed))
+    fail(argument, repr(value), list_options(allowed))
 
 
 def buffer_sizes(
@@ -118,7 +118,7 @@ def buffer_sizes(
     )
 
 
-def is_a(value: object, module: str, name: str) -> bool:
+def is_instance(value: object, module: str, name: str) -> bool:
     """Return whether a value is of a class, without an import: nobody can have made it before the module was there."""
     known = getattr(sys.modules.get(module), name, None)
     return known is not None and isinstance(value, known)
@@ -126,7 +126,7 @@ def is_a(value: object, module: str, name: str) -> bool:
 
 def dtensor(argument: str, value: object) -> None:
     """Refuse a DTensor: its shape is that of all ranks together, and each rank sends its own rows."""
-    if is_a(value, "torch.distributed.tensor", "DTensor"):
+    if is_instance(value, "torch.distributed.tensor", "DTensor"):
         fail(argument, "a DTensor", "a tensor of this rank alone: the DTensor's to_local() or full_tensor()")
 
 
@@ -217,7 +217,7 @@ def handle(handle: Handle, buffer_id: str) -> None:
         refuse("handle was modified: pass it as its dispatch returned it")
 
 
-def reuse(
+def handle_reuse(
     handle: Handle,
     num_tokens: int,
     topk_idx: Tensor | None,
@@ -238,20 +238,20 @@ def reuse(
         fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
 
-def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError:
+def invalid_entry_error(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError:
     """Return the error of an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated)."""
     token, k, expert, repeated = entry
     where = f"topk_idx[{token}, {k}]"
     if repeated:
         return ValueError(f"{where} is expert {expert} again, but a row may have an expert only once")
-    text = mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
+    text = error_text(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
     return UnknownExpertError(text, token) if expert >= num_experts else ValueError(text)
 
 
-def other_routing(argument: str, given: Any, planned: Any, where: tuple[int, int]) -> OtherRoutingError:
+def other_routing_error(argument: str, given: Any, planned: Any, where: tuple[int, int]) -> OtherRoutingError:
     """Return the error of a routing, or of an entry of it, that is not the one of the plan."""
     allowed = f"{planned}, as in the plan: a recompute must choose the experts that its forward pass chose"
-    return OtherRoutingError(mistake(argument, given, allowed), where)
+    return OtherRoutingError(error_text(argument, given, allowed), where)
 
 
 # Fields that must be equal on all ranks, in the order in which engines compare them. Each function words a value.
@@ -266,7 +266,7 @@ AGREED: dict[str, Callable[[int], str]] = {
 }
 
 
-def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> ValueError:
+def disagreement_error(field: str, rank: int, theirs: int, other: int, ours: int) -> ValueError:
     """Return the error of unequal fields of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
     say = AGREED[field]
     verb = "is in" if field == "operation" else "gave"
@@ -279,12 +279,12 @@ def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> V
     return DisagreementError(text)
 
 
-def unknown_disagreement() -> ValueError:
+def unknown_disagreement_error() -> ValueError:
     """Return the error of unequal fields that kernels did not report, because of an earlier error."""
     return DisagreementError("an operation after the last error: all ranks must call and give the same")
 
 
-def too_few_rows(needs: Iterable[tuple[int, int]], label: int = 0) -> TooFewRowsError:
+def too_few_rows_error(needs: Iterable[tuple[int, int]], label: int = 0) -> TooFewRowsError:
     """``needs``: (rows that are needed, max_recv_rows or -1 for none) of each rank, in rank order."""
     short = {rank: (needed, given) for rank, (needed, given) in enumerate(needs) if needed > given >= 0}
     each = (f"rank {rank} needs {needed} rows, but has {given}" for rank, (needed, given) in short.items())
@@ -292,14 +292,14 @@ def too_few_rows(needs: Iterable[tuple[int, int]], label: int = 0) -> TooFewRows
     return TooFewRowsError(text, max(needed for needed, _ in short.values()), label)
 
 
-def too_many_rows(alignment: int, rank: int, needed: int) -> ValueError:
+def too_many_rows_error(alignment: int, rank: int, needed: int) -> ValueError:
     return ValueError(
         f"expert_alignment is {alignment}, with which rank {rank} receives {needed} rows; a rank may receive up to "
         f"{MAX_INT} rows in one dispatch"
     )
 
 
-def too_many_choices(rank: int, choices: int) -> ValueError:
+def too_many_choices_error(rank: int, choices: int) -> ValueError:
     return ValueError(
         f"topk_idx has {choices} choices of experts on rank {rank}; up to {MAX_INT} are allowed in one dispatch"
     )

@@ -154,7 +154,7 @@ class DisagreementError(_Noted, ValueError):
     """Ranks are in different operations, or have given different arguments. All of them raise it."""
 
 
-def again(error: E, more: str = "") -> E:
+def copy_error(error: E, more: str = "") -> E:
     """Return a new error with the same facts, and more text.
 
     Raise the new one where the first one is kept: a raised error holds the frames that it passed, and their tensors.

@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.engines.optional.device_memory import try_fabric
+from ep_dispatcher.engines.cuda.device_memory import try_fabric
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import MAX_LOCAL
 from ep_dispatcher.topology import Topology

@@ -53,7 +53,7 @@ def dispatch_output(
         rows_per_expert=rows_per_expert,
         handle=handle,
         event=engine.event(),
-        hook=Hook(engine) if request.sends_only else no_hook,
+        hook=Hook(engine) if request.is_send_only else no_hook,
     )
 
 
@@ -62,7 +62,7 @@ def combine_output(
 ) -> CombineOutput:
     """Name the results of a combine. out: the caller's, complete when this returns, or after the hook."""
     hook: Callable[[], None] = no_hook
-    if request.sends_only:
+    if request.is_send_only:
         hook = Hook(engine, combined.x, out)
     elif out is not None:
         complete_out(combined.x, out)

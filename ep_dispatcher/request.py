@@ -1,4 +1,4 @@
-"""What an engine is asked for, and the tensors that it returns. arguments.py has checked what is in a request."""
+"""Requests to an engine, and the tensors that it returns. arguments.py has checked the contents of a request."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ep_dispatcher.addressable import as_addressable, is_addressable
 from ep_dispatcher.argument_types import Quantize
-from ep_dispatcher.plain import is_plain, plain
 
 
-# Every operation makes a request, so it is no frozen dataclass, which takes four times as long to make. But for
-# make_plain nobody changes one.
+# Every operation makes a request, so it is not a frozen dataclass, which takes four times as long to make. Only
+# make_addressable and recompute.use_plan change one.
 @dataclass(eq=False)
 class DispatchRequest:
     """One dispatch. In a backward its tensors follow from those of the forward pass."""
 
     rows: Tensor  # [num_tokens, hidden]
     scales: Tensor | None = None  # [num_tokens, checks.num_scales]
-    topk_idx: Tensor | None = None  # int64 (int32 before make_plain) [num_tokens, num_topk]; None: the plan is given
+    # [num_tokens, num_topk] int64, or int32 before make_addressable; None: the plan is given
+    topk_idx: Tensor | None = None
     topk_weights: Tensor | None = None  # float32 [num_tokens, num_topk]
-    plan: Tensor | None = None  # of an earlier dispatch; None: make a new one
+    plan: Tensor | None = None  # that of an earlier dispatch; None: make a new one
     message_rows: Tensor | None = None  # of that plan: Received.message_rows
     layout: str = "expert"
     expert_alignment: int = 1
-    num_rows: int = -1  # of the output; -1: as many as arrive
+    num_rows: int = -1  # rows of the output; -1: as many as arrive
     quantize: Quantize | None = None  # bfloat16 rows travel as ep_dispatcher.quantize makes them
     label: int = 0  # the caller's number, for the error of rows that do not fit and for counts
-    sends_only: bool = False  # Engine.receive will complete the operation
+    is_send_only: bool = False  # Engine.receive will complete the operation
     packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
 
     @property
-    def waits_for_counts(self) -> bool:
-        """Whether the host waits for the number of rows before it allocates the output."""
+    def needs_counts(self) -> bool:
+        """Whether the host has to wait for the number of rows before it allocates the output."""
         return self.plan is None and self.num_rows < 0
 
     def tensors(self) -> tuple[tuple[str, Tensor | None], ...]:
@@ -52,19 +53,19 @@ class DispatchRequest:
         tensors = self.rows, self.scales, self.topk_idx, self.topk_weights, self.plan, self.message_rows
         return *tensors, self.expert_alignment, self.num_rows
 
-    def make_plain(self) -> None:
-        """Replace what engines cannot read by address, by a copy that they can read; topk_idx becomes int64."""
-        if not is_plain(self.rows):
-            self.rows = plain("x", self.rows)
-        if self.scales is not None and not is_plain(self.scales):
-            self.scales = plain("x[1]", self.scales)
-        if self.topk_weights is not None and not is_plain(self.topk_weights):
-            self.topk_weights = plain("topk_weights", self.topk_weights)
-        if self.plan is not None and not is_plain(self.plan):
-            self.plan = plain("handle", self.plan)
+    def make_addressable(self) -> None:
+        """Replace each tensor that engines cannot read by address with a copy. topk_idx becomes int64."""
+        if not is_addressable(self.rows):
+            self.rows = as_addressable("x", self.rows)
+        if self.scales is not None and not is_addressable(self.scales):
+            self.scales = as_addressable("x[1]", self.scales)
+        if self.topk_weights is not None and not is_addressable(self.topk_weights):
+            self.topk_weights = as_addressable("topk_weights", self.topk_weights)
+        if self.plan is not None and not is_addressable(self.plan):
+            self.plan = as_addressable("handle", self.plan)
         if self.topk_idx is not None:
-            if not is_plain(self.topk_idx):
-                self.topk_idx = plain("topk_idx", self.topk_idx)
+            if not is_addressable(self.topk_idx):
+                self.topk_idx = as_addressable("topk_idx", self.topk_idx)
             if self.topk_idx.dtype != torch.int64:
                 self.topk_idx = self.topk_idx.long()
 
@@ -80,7 +81,7 @@ class CombineRequest:
     topk_weights: Tensor | None = None  # float32 [rows], or [rows, num_topk] in rank layout
     message_rows: Tensor | None = None  # of the plan: Received.message_rows
     weights: Tensor | None = None  # decode layout: float32 [num_tokens, num_topk]
-    sends_only: bool = False  # Engine.receive will complete the operation
+    is_send_only: bool = False  # Engine.receive will complete the operation
     out: Tensor | None = None  # contiguous memory for the sums, not that of y; None: new memory
 
     def tensors(self) -> tuple[tuple[str, Tensor | None], ...]:
@@ -91,16 +92,16 @@ class CombineRequest:
         """Return the fields that a compiler or a transform may have replaced: tensors, and a size."""
         return self.y, self.plan, self.topk_weights, self.message_rows, self.num_tokens
 
-    def make_plain(self) -> None:
-        """Replace what engines cannot read by address, by a copy that they can read."""
-        if not is_plain(self.y):
-            self.y = plain("y", self.y)
-        if not is_plain(self.plan):
-            self.plan = plain("handle", self.plan)
-        if self.topk_weights is not None and not is_plain(self.topk_weights):
-            self.topk_weights = plain("topk_weights", self.topk_weights)
-        if self.weights is not None and not is_plain(self.weights):
-            self.weights = plain("weights", self.weights)
+    def make_addressable(self) -> None:
+        """Replace each tensor that engines cannot read by address with a copy."""
+        if not is_addressable(self.y):
+            self.y = as_addressable("y", self.y)
+        if not is_addressable(self.plan):
+            self.plan = as_addressable("handle", self.plan)
+        if self.topk_weights is not None and not is_addressable(self.topk_weights):
+            self.topk_weights = as_addressable("topk_weights", self.topk_weights)
+        if self.weights is not None and not is_addressable(self.weights):
+            self.weights = as_addressable("weights", self.weights)
 
 
 class Received(NamedTuple):

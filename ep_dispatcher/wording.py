@@ -14,7 +14,7 @@ class Wording:
         self.note = ""  # Buffer.note
         self.plan_text = plan_text  # for OtherRoutingError.where
 
-    def explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
+    def reword(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
         """Return the error to be raised in place of an engine's error."""
         if isinstance(error, (PeerTimeoutError, DisagreementError)):
             in_backward = torch._C._current_graph_task_id() != -1
@@ -28,6 +28,6 @@ class Wording:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (PeerTimeoutError, ValueError)):
-            explained = self.explained(error)
+            explained = self.reword(error)
             if explained is not error:
                 raise explained

@@ -556,19 +556,23 @@ def test_a_destroyed_buffer_and_its_handles_are_refused(rank, engine):
 
 
 def test_errors_have_the_largest_need_and_the_token_of_an_expert_above_the_last_one():
-    assert checks.too_few_rows([(40, 39), (3, 39), (70, -1), (8, 0)]).needed_rows == 40
-    unknown, *others = (checks.bad_entry(entry, 8) for entry in ((3, 1, 8, False), (3, 1, -2, False), (3, 1, 7, True)))
+    assert checks.too_few_rows_error([(40, 39), (3, 39), (70, -1), (8, 0)]).needed_rows == 40
+    unknown, *others = (
+        checks.invalid_entry_error(entry, 8) for entry in ((3, 1, 8, False), (3, 1, -2, False), (3, 1, 7, True))
+    )
     assert type(unknown) is UnknownExpertError and unknown.token == 3
     assert all(type(other) is ValueError for other in others)
 
 
 @pytest.mark.parametrize(
-    "found", [checks.too_few_rows([(40, 39)]), checks.bad_entry((3, 1, 8, False), 8), ValueError("x")], ids=str
+    "found",
+    [checks.too_few_rows_error([(40, 39)]), checks.invalid_entry_error((3, 1, 8, False), 8), ValueError("x")],
+    ids=str,
 )
 def test_an_error_that_is_made_again_keeps_its_facts(found):
-    made = pickle.loads(pickle.dumps(errors.again(found, ". And more")))
+    made = pickle.loads(pickle.dumps(errors.copy_error(found, ". And more")))
     assert type(made) is type(found) and str(made) == f"{found}. And more" and made.args[1:] == found.args[1:]
 
 
 def test_more_choices_than_can_be_counted_are_an_error_of_topk_idx():
-    assert str(checks.too_many_choices(2, 2**31)).startswith("topk_idx has ")
+    assert str(checks.too_many_choices_error(2, 2**31)).startswith("topk_idx has ")

@@ -15,7 +15,7 @@ from lib.round_trip import device, inputs, make_buffer, round_trip
 import ep_dispatcher as ep
 from ep_dispatcher.engines.cpu import rail
 from ep_dispatcher.engines.cpu.waiter import Message
-from ep_dispatcher.engines.faults import GRACE_S, follow_chain
+from ep_dispatcher.engines.late_ranks import GRACE_S, find_late_ranks
 from ep_dispatcher.tools.testing import same_bits
 
 
@@ -41,7 +41,7 @@ def word(waits, gone=(), operation="", epoch=0) -> str:
 
 def test_a_store_that_hangs_does_not_hang_the_rank():
     begin = time.monotonic()
-    chain = follow_chain(HangingStore(), 0, [2, 1])
+    chain = find_late_ranks(HangingStore(), 0, [2, 1])
     assert chain.late_ranks == [1, 2] and "did not answer" in chain.reason
     assert time.monotonic() - begin < GRACE_S + 60  # the store hangs for an hour
 
@@ -63,7 +63,7 @@ def test_a_message_that_gloo_does_not_give_up_is_given_up(monkeypatch):
 def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     words = {"1": word([3]), "2": word([1, 5])}  # 0 waits for 1 and 2; these say for whom they wait themselves
     store = Words(words)
-    assert follow_chain(store, 0, [1, 2]).late_ranks == [3, 5]
+    assert find_late_ranks(store, 0, [1, 2]).late_ranks == [3, 5]
     assert json.loads(store["0"])["waits"] == [1, 2]
 
 
@@ -89,31 +89,31 @@ def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
 )
 def test_what_is_no_report_is_said_and_not_followed(report):
     """Whoever can connect to the store can write there."""
-    chain = follow_chain(Words({"1": report}), 0, [1])
+    chain = find_late_ranks(Words({"1": report}), 0, [1])
     assert chain.late_ranks == [1] and "is no report of rank 1" in chain.reason and len(chain.reason) < 300
 
 
 def test_ranks_of_this_node_name_the_others_of_a_late_one():
     words = {"1": word([3]), "4": word([5])}  # 0 and 1 are a node, 2 and 3 another one
-    assert follow_chain(Words(words), 0, [2], beside=[0, 1]).late_ranks == [2, 3]
-    assert follow_chain(Words({}), 0, [2], beside=[0, 1]).late_ranks == [2], (
+    assert find_late_ranks(Words(words), 0, [2], beside=[0, 1]).late_ranks == [2, 3]
+    assert find_late_ranks(Words({}), 0, [2], beside=[0, 1]).late_ranks == [2], (
         "a rank beside that has said nothing is not late"
     )
-    assert follow_chain(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]).late_ranks == [0]
+    assert find_late_ranks(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]).late_ranks == [0]
 
 
 def test_nobody_listens_for_ranks_that_have_left():
     begin = time.monotonic()
-    chain = follow_chain(Words({}), 0, [1, 2], gone=[1, 2])
+    chain = find_late_ranks(Words({}), 0, [1, 2], gone=[1, 2])
     assert chain.late_ranks == [1, 2] and "Ranks 1, 2 have left" in chain.reason
-    chain = follow_chain(Words({"1": word([3], gone=[3])}), 0, [1])  # rank 0 cannot see rank 3 itself
+    chain = find_late_ranks(Words({"1": word([3], gone=[3])}), 0, [1])  # rank 0 cannot see rank 3 itself
     assert chain.late_ranks == [3] and "Rank 3 has left" in chain.reason
     assert time.monotonic() - begin < GRACE_S
 
 
 def test_a_chain_that_ends_at_the_asking_rank_names_it():
     words = {str(peer): word([3], operation="dispatch", epoch=5) for peer in range(3)}
-    chain = follow_chain(Words(words), 3, [0, 1, 2], operation="dispatch", epoch=5)
+    chain = find_late_ranks(Words(words), 3, [0, 1, 2], operation="dispatch", epoch=5)
     assert chain.late_ranks == [3]
     error = ep.PeerTimeoutError("dispatch", 5, "rows", 3, chain.late_ranks, 0.0, chain.reason)
     assert "rank 3 came too late: the other ranks have given up waiting for it" in str(error)
@@ -125,7 +125,7 @@ def test_a_rank_that_may_be_compiling_is_advice_unless_more_is_known():
     """Compilation takes minutes on one rank, while the others wait in an operation."""
     late = ep.PeerTimeoutError("combine", 5, "partial sums", 0, [3], 100.0)
     assert "compiling" in str(late) and "EP_DISPATCHER_TIMEOUT_S" in str(late)
-    left = follow_chain(Words({}), 0, [3], gone=[3])
+    left = find_late_ranks(Words({}), 0, [3], gone=[3])
     for operation, reason in (("combine", left.reason), ("suspend", ""), ("unmask", ""), ("buffer", "")):
         assert "compiling" not in str(ep.PeerTimeoutError(operation, 5, "rows", 0, [3], 100.0, reason)), operation
 

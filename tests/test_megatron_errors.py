@@ -28,7 +28,7 @@ from lib.megatron_recompute import MOE
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.errors import again
+from ep_dispatcher.errors import copy_error
 from ep_dispatcher.integrations.megatron.dispatcher import limits, routing
 
 LIMIT_S, SLACK_S = 3.0, 20.0
@@ -103,21 +103,21 @@ def test_a_token_with_more_than_topk_experts_is_found_without_the_host(rank: int
 
 @on_ranks(2, None)
 def test_other_errors_stay_as_they_are(rank: int):
-    repeated, negative = (checks.bad_entry((0, 1, *entry), 8) for entry in ((5, True), (-2, False)))
+    repeated, negative = (checks.invalid_entry_error((0, 1, *entry), 8) for entry in ((5, True), (-2, False)))
     for error in (
         ValueError("topk_idx[0, 1] is 8, but has to be 7"),
-        checks.too_few_rows([(5, 4)]),
+        checks.too_few_rows_error([(5, 4)]),
         repeated,
         negative,
     ):
         assert routing.explained(error, 2) is error
     for error in (ValueError("rank 0 needs 5 rows, but has 4"), repeated):
         assert limits.explained(error, 4, 8) is error
-    ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")
+    ended = copy_error(checks.too_few_rows_error([(5, 4), (7, 4)]), ". It ends")
     assert str(limits.explained(ended, 4, 8)).endswith(
         "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
     )
-    padded = checks.too_few_rows([(35, 4)])
+    padded = checks.too_few_rows_error([(35, 4)])
     assert "factor 8 is enough" in str(limits.explained(padded, 4, 8)), "never more than the ranks"
 
 

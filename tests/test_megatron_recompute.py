@@ -52,7 +52,7 @@ def dispatches():
 
 def plans_kept() -> int:
     gc.collect()
-    return sum(type(one) is recompute.Kept for one in gc.get_objects())
+    return sum(type(one) is recompute.SavedPlan for one in gc.get_objects())
 
 
 def one_by_one(xs) -> list[dict]:

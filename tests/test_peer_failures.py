@@ -21,7 +21,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import stores
 from ep_dispatcher.engines.cpu import rail
 from ep_dispatcher.engines.cpu.waiter import Message
-from ep_dispatcher.engines.faults import follow_chain
+from ep_dispatcher.engines.late_ranks import find_late_ranks
 from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.gloo import is_closed, wait_limit
@@ -127,7 +127,7 @@ class Raising(dist.HashStore):
 def test_a_failing_store_is_told_from_a_late_rank_by_the_type_of_its_error(monkeypatch, error):
     """What it says may be anything. As the default store while a buffer is made, and for reports of late ranks."""
     is_gone = isinstance(error, OSError)
-    reason = follow_chain(Raising(error), 0, [1]).reason
+    reason = find_late_ranks(Raising(error), 0, [1]).reason
     assert ("did not answer" in reason) if is_gone else (f"failed, by RuntimeError: {error}" in reason)
     store = Raising(error)
     monkeypatch.setattr("ep_dispatcher.gather.PrefixStore", lambda prefix, connection: connection)

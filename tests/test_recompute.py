@@ -96,7 +96,7 @@ def no_counts():
 
 def plans_kept() -> int:
     gc.collect()
-    return sum(type(one) is recompute.Kept for one in gc.get_objects())
+    return sum(type(one) is recompute.SavedPlan for one in gc.get_objects())
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ from lib.faults import mappings, tell, wait_for
 from lib.round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines.optional import suspension
+from ep_dispatcher.engines import suspension
 from ep_dispatcher.tools.testing import same_bits
 
 CYCLES, TOKENS = 100, 2**15  # so many tokens that the memory counts beside pages of 2 MiB: 7 MB a rank and more

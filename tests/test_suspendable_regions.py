@@ -13,8 +13,8 @@ from lib.cuda_build import needs_module
 from lib.driver_model import PAGE, at, descriptors_of_memory
 from lib.faults import LONG_S, is_running, settles
 
-from ep_dispatcher.engines.optional import device_memory
-from ep_dispatcher.engines.optional.fabric_handles import FabricHandles
+from ep_dispatcher.engines.cuda import device_memory
+from ep_dispatcher.engines.cuda.fabric_handles import FabricHandles
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.topology import Topology
 

@@ -13,7 +13,7 @@ from lib.errors import error_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines import ranges
+from ep_dispatcher.engines import profiler_ranges
 from ep_dispatcher.engines.trace import StreamTrace, Trace
 
 LINE = re.compile(r"ep_dispatcher trace: rank (\d+), (\w+), epoch (\d+), (\d+\.\d{3}) ms, bytes: (.*)\n")
@@ -160,7 +160,7 @@ def test_without_a_profiler_nothing_is_made(monkeypatch):
     def refuse(name):
         raise AssertionError(f"a range {name} that nobody sees")
 
-    monkeypatch.setattr(ranges, "record_function", refuse)
-    with ranges.ranges_of("dispatch") as seen:
+    monkeypatch.setattr(profiler_ranges, "record_function", refuse)
+    with profiler_ranges.profile_operation("dispatch") as seen:
         seen.step("stage")
-    assert seen is ranges.NO_RANGES
+    assert seen is profiler_ranges.NO_PROFILER_RANGES

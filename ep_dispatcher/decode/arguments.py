@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks, float8
+from ep_dispatcher.addressable import check_writable
 from ep_dispatcher.argument_types import ScaleFormat
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.handle import Handle
-from ep_dispatcher.plain import writable
 from ep_dispatcher.request import CombineRequest
 
 SCALE_FORMATS = get_args(ScaleFormat)
@@ -35,8 +35,8 @@ def refuse_elsewhere(**arguments: object) -> None:
             checks.refuse(f"{argument} is {given}, which only layout='decode' takes")
 
 
-def refuse_asynchronous(sends_only: bool, async_finish: bool) -> None:
-    if sends_only and async_finish:
+def refuse_asynchronous(is_send_only: bool, async_finish: bool) -> None:
+    if is_send_only and async_finish:
         checks.fail("async_finish", True, "False with return_hook: the hook says when to receive")
 
 
@@ -90,7 +90,7 @@ def combine_request(
     checks.tensor("weights", weights, (torch.float32,), (handle.num_tokens, config.num_topk), device)
     if out is not None:
         checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), device)
-        writable("out", out)
+        check_writable("out", out)
     sums = out.detach() if out is not None and _takes_sums(out, y) else None
     return CombineRequest(
         y=y.reshape(-1, config.hidden),
@@ -99,7 +99,7 @@ def combine_request(
         layout="decode",
         message_rows=handle.message_rows,
         weights=weights,
-        sends_only=return_hook,
+        is_send_only=return_hook,
         out=sums,
     )
 

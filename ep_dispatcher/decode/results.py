@@ -39,14 +39,14 @@ class Hook:
 
     def __init__(self, engine: Engine, sums: Tensor | None = None, out: Tensor | None = None):
         self._engine, self._sums, self._out, self._is_received = engine, sums, out, False
-        self._sent = engine.sent
+        self._pending = engine.pending
 
     def __call__(self) -> None:
         if self._is_received:
             return
-        if self._engine.sent is not self._sent:
+        if self._engine.pending is not self._pending:
             checks.refuse("this hook is of an operation before unmask(), which dropped it")
         self._engine.receive()
-        self._is_received, self._sent = True, None  # the operation holds tensors
+        self._is_received, self._pending = True, None  # the operation holds tensors
         if self._sums is not None and self._out is not None:
             complete_out(self._sums, self._out)

@@ -41,7 +41,7 @@ class EngineConfig(Shape):
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    def described(self, state: str) -> str:
+    def describe(self, state: str) -> str:
         """Return the text of a buffer for people. state: of its engine"""
         topology = self.topology
         nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)} x {topology.ranks_per_node}"
@@ -58,7 +58,7 @@ def address_of(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr() or ANY
 
 
-class Sent:
+class PendingOperation:
     """An operation that has only sent, until `receive` completes it."""
 
     def __init__(self, operation: str):
@@ -80,13 +80,13 @@ class Engine(Protocol):
     # By label, int64 [num_local_experts]: what dispatches with a new plan add their tokens to.
     expert_tokens: Sequence[Tensor] | None = None
     health: Health
-    sent: Sent | None = None  # the operation that has only sent
+    pending: PendingOperation | None = None  # the operation that has only sent
     num_message_rows: int = 0  # elements of Received.message_rows
 
-    def refuse_unreceived(self, operation: str) -> None:
+    def refuse_if_pending(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""
-        if self.sent is not None and not self.health.ended:
-            checks.refuse(f"hook() of the {self.sent.operation} has to be called before the {operation}")
+        if self.pending is not None and not self.health.ended:
+            checks.refuse(f"hook() of the {self.pending.operation} has to be called before the {operation}")
 
     def dispatch(self, request: DispatchRequest) -> Received:
         """Send rows to the ranks of their experts, and receive."""

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs
-from ep_dispatcher.engines.faults import follow_chain
+from ep_dispatcher.engines.late_ranks import find_late_ranks
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.gloo import is_closed, wait_limit
 from ep_dispatcher.stores import STORE_GONE, STORE_S
@@ -89,7 +89,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
             raise
         prefix = f"ep_dispatcher/agree/{name}/{_agreements[name]}"
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        late = follow_chain(store, rank, [r for r in range(group.size()) if r != rank]).late_ranks
+        late = find_late_ranks(store, rank, [r for r in range(group.size()) if r != rank]).late_ranks
         error = ep.PeerTimeoutError("dispatch", 0, about, rank, late, waited_s)
         error.note = note
         raise error from cause

@@ -33,7 +33,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Hyb
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.buffer import find_buffer, planned_buffer
-from ep_dispatcher.errors import TooFewRowsError, again
+from ep_dispatcher.errors import TooFewRowsError, copy_error
 from ep_dispatcher.integrations import agree
 from ep_dispatcher.integrations.job_stats import JobSums
 from ep_dispatcher.observers import is_observed
@@ -67,10 +67,10 @@ class TooManyTokensError(ValueError, AssertionError):
 class TitanWording(Wording):
     """Errors that speak of torchtitan's capacity factor."""
 
-    def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
+    def reword(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, TooFewRowsError):
-            error = again(error, ": non_blocking_capacity_factor is too small for this routing")
-        return super().explained(error)
+            error = copy_error(error, ": non_blocking_capacity_factor is too small for this routing")
+        return super().reword(error)
 
 
 class TitanBuffer(ep.Buffer):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from ep_dispatcher import checks
+from ep_dispatcher.addressable import check_memory
 from ep_dispatcher.argument_types import ActivationName, QuantizeBlocks
 from ep_dispatcher.arguments import as_autocast, dispatch_request
 from ep_dispatcher.autograd import check_buffer, combine, dispatch
@@ -24,7 +25,6 @@ from ep_dispatcher.moe.gradients import mean_gradient
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.moe.pytorch_experts import expert_inputs, pad_parameters, run_pytorch_experts
 from ep_dispatcher.observers import is_observed, refuse_dtensors, refuse_transforms
-from ep_dispatcher.plain import require_memory
 
 
 def moe_mlp(
@@ -269,6 +269,6 @@ def _has_values(t: Tensor) -> bool:
 
 def _aligned(argument: str, weight: Tensor) -> Tensor:
     """Return the weight in contiguous memory, at an address that the kernels of grouped GEMMs accept."""
-    require_memory(argument, weight)
+    check_memory(argument, weight)
     weight = weight.contiguous()
     return weight if weight.data_ptr() % LINE_BYTES == 0 else weight.clone()

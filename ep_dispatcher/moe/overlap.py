@@ -168,7 +168,7 @@ def mlp_in_parts(
     )
     engine.check_routing(topk_idx)  # of B too, before anything of A is sent
     if handles is None:
-        handles = [] if buffer.caller_keeps_plans else recompute.handles_of(engine, request, num_parts=2)
+        handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request, num_parts=2)
     return _MlpInParts.apply(
         x, topk_weights, buffer, request, handles, mlp, overlap, *mlp.autograd_inputs(x, topk_weights)
     )
@@ -209,9 +209,9 @@ class _MlpInParts(torch.autograd.Function):
             # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
             # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
             # both cases launch combine A before the experts of B.
-            waits_for_counts = requests[0].waits_for_counts
+            needs_counts = requests[0].needs_counts
             dispatched = [operations.dispatch(requests[0])]
-            if not waits_for_counts:
+            if not needs_counts:
                 dispatched.append(operations.dispatch(requests[1]))
             for i, out in enumerate(split_tokens(y)):
                 received = operations.wait(*dispatched[i])
@@ -222,7 +222,7 @@ class _MlpInParts(torch.autograd.Function):
                 rows, saved_forward = forward_rows(received.rows, received.topk_weights, ends, mlp, received.scales)
                 experts_end = operations.record_event()
                 results.append(rows)
-                if waits_for_counts and i == 0:
+                if needs_counts and i == 0:
                     dispatched.append(operations.dispatch(requests[1]))
                 handle = handles[i]
                 combine_request = CombineRequest(rows, handle.plan, len(out), message_rows=handle.message_rows, out=out)

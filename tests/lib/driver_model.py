@@ -154,7 +154,7 @@ def install(pages_left: int = 1 << 20) -> Driver:
     """Put the model where device_memory.py looks for cuda-bindings, in this process alone."""
     import torch
 
-    from ep_dispatcher.engines.optional import device_memory
+    from ep_dispatcher.engines.cuda import device_memory
 
     driver = Driver(pages_left)
     package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")

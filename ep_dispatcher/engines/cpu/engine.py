@@ -13,31 +13,31 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
+from ep_dispatcher.addressable import as_addressable, check_memory
 from ep_dispatcher.decode.masks import Masks
-from ep_dispatcher.engines.base import Engine, EngineConfig, Sent, address_of
+from ep_dispatcher.engines import suspension
+from ep_dispatcher.engines.base import Engine, EngineConfig, PendingOperation, address_of
 from ep_dispatcher.engines.cpu.rail import Rail, RailLate
 from ep_dispatcher.engines.cpu.waiter import Message
 from ep_dispatcher.engines.descriptors import Descriptors
-from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
-from ep_dispatcher.engines.optional import suspension
-from ep_dispatcher.engines.ranges import ranges_of
+from ep_dispatcher.engines.late_ranks import find_late_ranks
+from ep_dispatcher.engines.profiler_ranges import profile_operation
 from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.engines.trace import Trace
-from ep_dispatcher.errors import PeerDataError, PeerTimeoutError, again
+from ep_dispatcher.errors import PeerDataError, PeerTimeoutError, copy_error
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.plain import plain, require_memory
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
 
 _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
 _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
 
 
-def _require_memory(request: DispatchRequest | CombineRequest) -> None:
+def _check_memory(request: DispatchRequest | CombineRequest) -> None:
     """Refuse tensors whose storage somebody has made too small: reading behind its end can end the process."""
     for argument, t in request.tensors():
         if t is not None:
-            require_memory(argument, t)
+            check_memory(argument, t)
 
 
 class _Connections:
@@ -135,9 +135,9 @@ class CpuEngine(Engine):
             raise
 
     def dispatch(self, request: DispatchRequest) -> Received:
-        self.refuse_unreceived("dispatch")
-        request.make_plain()
-        _require_memory(request)
+        self.refuse_if_pending("dispatch")
+        request.make_addressable()
+        _check_memory(request)
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)
         rows, scales = request.rows, request.scales
@@ -179,7 +179,7 @@ class CpuEngine(Engine):
             c.agree()
         if request.plan is None:
             self.count(request.label, received.tokens_per_expert)
-        self.sent = Sent("dispatch") if request.sends_only else None
+        self.pending = PendingOperation("dispatch") if request.is_send_only else None
         return received
 
     def _start_plan(
@@ -227,9 +227,9 @@ class CpuEngine(Engine):
         )
 
     def combine(self, request: CombineRequest) -> Combined:
-        self.refuse_unreceived("combine")
-        request.make_plain()
-        _require_memory(request)
+        self.refuse_if_pending("combine")
+        request.make_addressable()
+        _check_memory(request)
         y, weights, has_weights = request.y, request.weights, request.topk_weights is not None
         c, rail = self._c, self._rail
         x = y.new_empty(request.num_tokens, self.config.hidden) if request.out is None else request.out
@@ -256,12 +256,12 @@ class CpuEngine(Engine):
             for receive in pending:
                 rail.wait(receive)
             c.sum(topk_weights, address_of(x), address_of(weights_out))
-        self.sent = Sent("combine") if request.sends_only else None
+        self.pending = PendingOperation("combine") if request.is_send_only else None
         return Combined(x, weights_out)
 
     def receive(self) -> None:
         """Only note it: every operation is complete when its call returns."""
-        self.sent = None
+        self.pending = None
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
         """Give the weights of this rank's tokens to the ranks of their experts."""
@@ -337,7 +337,7 @@ class CpuEngine(Engine):
     def unmask(self, meet: Callable[[], Gather]) -> None:
         def reset(epoch: int) -> None:
             self._c.unmask(epoch)
-            self._connections.why, self.sent = _C_cpu.AbortReason.left, None
+            self._connections.why, self.pending = _C_cpu.AbortReason.left, None
 
         self._masks.unmask(meet, settle=lambda: self._c.epoch, reset=reset)
 
@@ -352,12 +352,12 @@ class CpuEngine(Engine):
         self.health.stop(self._connections.interrupt, self._connections.free)
 
     def check_routing(self, topk_idx: Tensor) -> None:
-        require_memory("topk_idx", topk_idx)
-        topk_idx = plain("topk_idx", topk_idx).long()
+        check_memory("topk_idx", topk_idx)
+        topk_idx = as_addressable("topk_idx", topk_idx).long()
         num_tokens, num_topk = topk_idx.shape
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self.config.num_experts)
         if entry is not None:
-            raise self.config.wording.explained(checks.bad_entry(entry, self.config.num_experts))
+            raise self.config.wording.reword(checks.invalid_entry_error(entry, self.config.num_experts))
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with self.config.wording:
@@ -365,7 +365,7 @@ class CpuEngine(Engine):
             if not torch.equal(planned, given):
                 token, k = (planned != given).nonzero()[0].tolist()
                 entries = int(given[token, k]), int(planned[token, k])
-                raise checks.other_routing(f"topk_idx[{token}, {k}]", *entries, where)
+                raise checks.other_routing_error(f"topk_idx[{token}, {k}]", *entries, where)
 
     def _tag(self, kind: int) -> int:
         """Return the tag of a message: epoch and kind. So a message never matches the receive of another kind.
@@ -382,7 +382,7 @@ class CpuEngine(Engine):
 
         plan, num_tokens, num_rows: a handle's; only with a plan are the sizes used.
         """
-        with self.config.wording, ranges_of(name) as ranges:
+        with self.config.wording, profile_operation(name) as ranges:
             ranges.step("check")
             self.check()
             if plan is not None:
@@ -419,7 +419,7 @@ class CpuEngine(Engine):
                     cached = " with a handle" * (name == "dispatch" and plan is not None)
                     raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
             if refused is not None:  # every rank has refused it, so the buffer stays usable
-                raise again(refused)
+                raise copy_error(refused)
 
     def _end_late(
         self, name: str, cached: str, epoch: int, late: _C_cpu.PeerLate | RailLate, waited_s: float
@@ -429,7 +429,7 @@ class CpuEngine(Engine):
         error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
         self._connections.why = _C_cpu.AbortReason.waited
         self.health.end(partial(error, late_ranks=ranks))
-        chain = follow_chain(
+        chain = find_late_ranks(
             self.config.store,
             self._topology.rank,
             ranks,
@@ -445,7 +445,7 @@ class CpuEngine(Engine):
 
     def _end_out_of_step(self, refused: ValueError) -> None:
         """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find it out."""
-        failure = partial(again, refused, ". This leaves the ranks of other nodes behind; destroy() this buffer")
+        failure = partial(copy_error, refused, ". This leaves the ranks of other nodes behind; destroy() this buffer")
         self.health.end(failure)
         raise failure()
 
@@ -454,9 +454,9 @@ def _word(refusal: _C_cpu.Refused, label: int) -> ValueError:
     """Return the error of a refusal. csrc/cpu/call.h lists the facts of each kind."""
     facts = refusal.facts
     if refusal.kind == "disagreement":
-        return checks.disagreement(refusal.field, *facts)
+        return checks.disagreement_error(refusal.field, *facts)
     if refusal.kind == "too_few_rows":
-        return checks.too_few_rows(zip(facts[::2], facts[1::2]), label)
+        return checks.too_few_rows_error(zip(facts[::2], facts[1::2]), label)
     if refusal.kind == "too_many_rows":
-        return checks.too_many_rows(*facts)
-    return checks.too_many_choices(*facts)
+        return checks.too_many_rows_error(*facts)
+    return checks.too_many_choices_error(*facts)

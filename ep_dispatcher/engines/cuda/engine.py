@@ -19,17 +19,17 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.decode.masks import Masks
+from ep_dispatcher.engines import suspension
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda import nccl, stuck_kernels
 from ep_dispatcher.engines.cuda.aborts import Aborts
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
-from ep_dispatcher.engines.cuda.launch import Launches
 from ep_dispatcher.engines.cuda.nccl import NcclRail
+from ep_dispatcher.engines.cuda.operations import CudaOperations
 from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of, wire_of
 from ep_dispatcher.engines.cuda.streams import SLICE_S, free_when_idle, wait_for_device
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health, watch
-from ep_dispatcher.engines.optional import suspension
 from ep_dispatcher.engines.trace import Counters, StreamTrace, Trace
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
@@ -67,7 +67,7 @@ def _abort(aborts: Aborts, rail: NcclRail | None) -> None:
             rail.free(aborts.wait)
 
 
-class CudaEngine(Launches):
+class CudaEngine(CudaOperations):
     """The life cycle of the engine: memory, late errors, masks, suspension, destruction."""
 
     device = "cuda"
@@ -333,7 +333,7 @@ class CudaEngine(Launches):
             state[counters] = kept
             state[compiled.epoch_offset : compiled.epoch_offset + 8].view(torch.int64).fill_(epoch)
             self._report.zero_()
-            self.sent = None
+            self.pending = None
             wait_for_device(self._device, self._start_limit_s)
 
         self._masks.unmask(meet, settle, reset)
@@ -395,7 +395,7 @@ class CudaEngine(Launches):
                 wait_for_device(self._device, self._start_limit_s)
                 self._write_traces()
                 self._reports.raise_found(ends=False)
-                self._is_sound = self.sent is None
+                self._is_sound = self.pending is None
                 if self._rail is not None:
                     self._rail.is_sound = self._is_sound
         finally:

@@ -8,9 +8,9 @@ from functools import partial
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.decode.masks import Masks
 from ep_dispatcher.engines.base import EngineConfig
-from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
-from ep_dispatcher.errors import PeerTimeoutError, again
+from ep_dispatcher.engines.late_ranks import find_late_ranks
+from ep_dispatcher.errors import PeerTimeoutError, copy_error
 
 
 class KernelReports:
@@ -53,12 +53,12 @@ class KernelReports:
                 return
             if differ:
                 text = ". Ranks differ, so their messages of the NCCL wire do not fit together; destroy() this buffer"
-                self._health.end(partial(again, mistake or checks.unknown_disagreement(), text))
+                self._health.end(partial(copy_error, mistake or checks.unknown_disagreement_error(), text))
             elif mistake is not None and late is None and not ends:
-                raise again(mistake)
+                raise copy_error(mistake)
             elif mistake is not None:
                 text = ". Found when other operations had begun, which leaves ranks out of step; destroy() this buffer"
-                self._health.end(partial(again, mistake, text))
+                self._health.end(partial(copy_error, mistake, text))
             elif late is not None:
                 self._end_late(*late, reason)
         self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
@@ -73,7 +73,7 @@ class KernelReports:
         if self._masks is not None and waited_for == [rank]:
             self._masks.end(operation, epoch, phase, rank, waited_s)
             return
-        chain = follow_chain(self._config.store, rank, waited_for, beside=self._config.topology.node_ranks)
+        chain = find_late_ranks(self._config.store, rank, waited_for, beside=self._config.topology.node_ranks)
         error = partial(PeerTimeoutError, operation, epoch, phase, rank, chain.late_ranks, waited_s, reason)
         self._health.end(error)
 
@@ -85,17 +85,17 @@ class KernelReports:
     def _error_of(self, kind: str, detail: list[int], value: int, rows: list[tuple[int, int]]) -> ValueError:
         if kind == "bad_entry":
             token, k, repeated, _ = detail
-            return checks.bad_entry((token, k, value, bool(repeated)), self._config.num_experts)
+            return checks.invalid_entry_error((token, k, value, bool(repeated)), self._config.num_experts)
         if kind == "too_few_rows":
-            return checks.too_few_rows(rows, value)
+            return checks.too_few_rows_error(rows, value)
         if kind == "too_many_rows":
             rank = max(range(len(rows)), key=lambda r: rows[r][0])
-            return checks.too_many_rows(detail[0], rank, rows[rank][0])
+            return checks.too_many_rows_error(detail[0], rank, rows[rank][0])
         if kind == "other_routing":
             token, k, *where = detail
-            return checks.other_routing(f"topk_idx[{token}, {k}]", value, rows[0][0], (where[0], where[1]))
+            return checks.other_routing_error(f"topk_idx[{token}, {k}]", value, rows[0][0], (where[0], where[1]))
         field, rank, theirs, others = detail
-        return checks.disagreement(_C_cuda.COMPARED[field], rank, theirs, value, others)
+        return checks.disagreement_error(_C_cuda.COMPARED[field], rank, theirs, value, others)
 
 
 def _wrong_numbers(operation: str, phase: str, epoch: int, rank: int, sources: list[int]) -> str:

@@ -28,9 +28,9 @@ from torch.distributed import PrefixStore
 
 from ep_dispatcher import _C_cuda, checks, envs, nvshmem_library
 from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.cuda.device_memory import DeviceMemory, close, load_driver, page_bytes
+from ep_dispatcher.engines.cuda.fabric_handles import FabricHandles
 from ep_dispatcher.engines.descriptors import Descriptors
-from ep_dispatcher.engines.optional.device_memory import DeviceMemory, close, load_driver, page_bytes
-from ep_dispatcher.engines.optional.fabric_handles import FabricHandles
 from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.gather import GRACE_S, PeersLate
 from ep_dispatcher.memory import round_up

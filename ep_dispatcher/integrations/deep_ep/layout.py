@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.addressable import as_addressable, check_memory
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from ep_dispatcher.integrations.deep_ep.late import LateMistakes, is_late
-from ep_dispatcher.plain import plain, require_memory
 
 _OTHER_RANKS = "is_token_in_rank has another routing than topk_idx: it has to be what get_dispatch_layout gives for it"
 _OTHER_COUNTS = {
@@ -52,8 +52,8 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layou
     ValueError on a CPU. On a GPU they count as -1 and in ``num_strange``: the dispatch refuses them.
     """
     checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
-    require_memory("topk_idx", topk_idx)  # PyTorch does not look, and may end the process
-    topk_idx = plain("topk_idx", topk_idx)
+    check_memory("topk_idx", topk_idx)  # PyTorch does not look, and may end the process
+    topk_idx = as_addressable("topk_idx", topk_idx)
     num_experts = checks.integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
         checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
@@ -66,7 +66,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layou
     num_strange = counted[:: num_experts + 2]
     if not is_late(expert) and bool(num_strange.any()):
         token, k = ((expert < -1) | (expert >= num_experts)).nonzero()[0].tolist()
-        raise checks.bad_entry((token, k, int(expert[token, k]), False), num_experts)
+        raise checks.invalid_entry_error((token, k, int(expert[token, k]), False), num_experts)
     ranks = torch.arange(num_ranks, dtype=torch.int64, device=expert.device)
     in_rank = (expert // (num_experts // num_ranks))[:, :, None].eq(ranks).any(1)
     per_node = None

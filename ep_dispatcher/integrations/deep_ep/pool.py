@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
-from ep_dispatcher.errors import again
+from ep_dispatcher.errors import copy_error
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.integrations.agree import all_reduce, check_same, say_in_use
 from ep_dispatcher.integrations.deep_ep.config import say_once
@@ -148,7 +148,7 @@ class Pool:
         They learn at once that this rank has left. Call it where they have made the buffers of the operation. Until
         destroy() every operation of this rank raises the mistake again.
         """
-        self._end(partial(again, again(mistake), _LEFT))
+        self._end(partial(copy_error, copy_error(mistake), _LEFT))
         raise mistake
 
     def _end(self, failure: Callable[[], Exception]) -> None:
@@ -240,7 +240,7 @@ class Pool:
         if mistake is not None and not ends:
             raise mistake
         if mistake is not None and self._failure is None:
-            self._end(partial(again, mistake, _OUT_OF_STEP))
+            self._end(partial(copy_error, mistake, _OUT_OF_STEP))
         if self._failure is not None:
             raise self._failure()
 

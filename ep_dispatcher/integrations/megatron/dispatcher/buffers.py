@@ -34,12 +34,12 @@ class MegatronWording(Wording):
     router_topk = 0  # of the first layer
     limit: tuple[int, int] | None = None  # of limits.explained, if a rank capacity factor limits rows
 
-    def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
+    def reword(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
             if self.limit is not None:
                 error = limits.explained(error, *self.limit)
             error = routing.explained(error, self.router_topk)
-        return super().explained(error)
+        return super().reword(error)
 
 
 class MegatronBuffer(ep.Buffer):

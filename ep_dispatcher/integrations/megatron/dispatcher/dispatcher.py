@@ -100,7 +100,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Dispatch tokens [num_tokens, hidden] and their probs -> rows [rows, hidden] by expert, probs [rows]."""
         layer = f"layer {self.layer_number}"
-        planned = recompute.take(self)
+        planned = recompute.take_plan(self)
         if planned is None:
             again = is_under_way()  # its microbatch is not known
             self.num_forwards += not again
@@ -170,9 +170,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Keep a new plan, or those of the parts, for a recompute."""
         if recompute.is_expected():
             topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
-            recompute.keep(
-                self, recompute.Kept(self.buffer.live_engine(), topk_idx, (self.layer_number or 0, microbatch), handles)
-            )
+            where = (self.layer_number or 0, microbatch)
+            recompute.save_plan(self, recompute.SavedPlan(self.buffer.live_engine(), topk_idx, where, handles))
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.errors import TooFewRowsError, again
+from ep_dispatcher.errors import TooFewRowsError, copy_error
 from ep_dispatcher.integrations.megatron.dispatcher import arguments
 from ep_dispatcher.integrations.megatron.dispatcher.arguments import flag_of
 
@@ -179,7 +179,7 @@ def explained(error: ValueError, num_choices: int, num_ranks: int) -> ValueError
     if not isinstance(error, TooFewRowsError):
         return error
     enough = min(math.ceil(100 * error.needed_rows / num_choices) / 100, num_ranks)
-    return again(error, f". {FACTOR} {enough:g} is enough for this routing")
+    return copy_error(error, f". {FACTOR} {enough:g} is enough for this routing")
 
 
 def max_rows_by_factor(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ep_dispatcher.recompute import runs_of_a_checkpoint
+from ep_dispatcher.recompute import checkpoint_runs
 
 
 class Checkpointed:
@@ -19,7 +19,7 @@ class Checkpointed:
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self._run, self._recompute = runs_of_a_checkpoint()
+        self._run, self._recompute = checkpoint_runs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, self._run = self._run, self._recompute

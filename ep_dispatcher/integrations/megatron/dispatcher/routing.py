@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, engines
+from ep_dispatcher.addressable import as_addressable
 from ep_dispatcher.errors import UnknownExpertError
 from ep_dispatcher.observers import apply_without_functorch, is_observed
-from ep_dispatcher.plain import plain
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -112,7 +112,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, routing_map: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         num_tokens, num_experts = probs.shape
-        probs, routing_map = plain("probs", probs), plain("routing_map", routing_map)
+        probs, routing_map = as_addressable("probs", probs), as_addressable("routing_map", routing_map)
         shape = (num_tokens, routing.slices * routing.topk)
         topk_idx = probs.new_empty(shape, dtype=torch.int64)
         weights = probs.new_empty(shape, dtype=torch.float32)
@@ -130,7 +130,7 @@ class _Columns(torch.autograd.Function):
         if grad_weights is None:
             return None, None, None
         (topk_idx,) = ctx.saved_tensors
-        grad_weights = plain("gradient of topk_weights", grad_weights)
+        grad_weights = as_addressable("gradient of topk_weights", grad_weights)
         num_tokens = grad_weights.shape[0]
         grad_probs = grad_weights.new_empty((num_tokens, ctx.num_experts), dtype=ctx.dtype)
         addresses = (topk_idx.data_ptr(), grad_weights.data_ptr(), grad_probs.data_ptr())

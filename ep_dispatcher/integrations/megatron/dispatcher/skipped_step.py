@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 from torch.nn import Module
 
-from ep_dispatcher.errors import TooFewRowsError, again
+from ep_dispatcher.errors import TooFewRowsError, copy_error
 from ep_dispatcher.integrations.agree import largest_in_job, say
 from ep_dispatcher.integrations.megatron.dispatcher import arguments, buffers, capacity, graphs, limits, stats_log
 from ep_dispatcher.integrations.megatron.dispatcher.capacity import Overflow
@@ -259,7 +259,7 @@ def refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
     """Raise if an optimizer would use gradients of a step that is to be skipped: a hook of all PyTorch's optimizers."""
     pending = capacity.job().pending
     if pending is not None:
-        raise again(pending)
+        raise copy_error(pending)
 
 
 # ---- what a step changes before its optimizer ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Profiler ranges: ``ep_dispatcher.dispatch`` around an operation, ``ep_dispatcher.dispatch.pull`` around a step of it.
 
-    with ranges_of("dispatch") as ranges:
-        ranges.step("stage")     # until the next step, or the end of the operation
+    with profile_operation("dispatch") as ranges:
+        ranges.step("stage")     # lasts until the next step, or the end of the operation
         ...
         ranges.step("pull")
 
@@ -16,10 +16,10 @@ import torch
 from torch.profiler import record_function
 
 
-class NoRanges:
-    """No ranges, because no profiler is on."""
+class NoProfilerRanges:
+    """Stands for ranges while no profiler is on."""
 
-    def __enter__(self) -> NoRanges:
+    def __enter__(self) -> NoProfilerRanges:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -29,20 +29,20 @@ class NoRanges:
         pass
 
 
-class Ranges(NoRanges):
-    """The range of one operation, and that of its current step."""
+class ProfilerRanges(NoProfilerRanges):
+    """The range of one operation, and the range of its current step."""
 
     def __init__(self, operation: str):
         self._name = f"ep_dispatcher.{operation}"
         self._operation = record_function(self._name)
         self._step: record_function | None = None
 
-    def __enter__(self) -> Ranges:
+    def __enter__(self) -> ProfilerRanges:
         self._operation.__enter__()
         return self
 
     def step(self, name: str) -> None:
-        """End the step before, and begin this one."""
+        """End the previous step, and begin this one."""
         self._end_step()
         self._step = record_function(f"{self._name}.{name}")
         self._step.__enter__()
@@ -57,9 +57,9 @@ class Ranges(NoRanges):
             step.__exit__(None, None, None)
 
 
-NO_RANGES = NoRanges()
+NO_PROFILER_RANGES = NoProfilerRanges()
 
 
-def ranges_of(operation: str) -> NoRanges:
-    """Return the ranges of one operation, if a profiler is on in this thread."""
-    return Ranges(operation) if torch.autograd._profiler_enabled() else NO_RANGES
+def profile_operation(operation: str) -> NoProfilerRanges:
+    """Return the ranges of one operation. They do nothing unless a profiler is on in this thread."""
+    return ProfilerRanges(operation) if torch.autograd._profiler_enabled() else NO_PROFILER_RANGES

@@ -3,7 +3,7 @@
     dispatch                 check for earlier errors, follow the last operation, allocate the outputs
         _c.dispatch          read the addresses of request and outputs, launch (csrc/cuda/requests.h)
 
-Where the host waits for the counts, two launches stand in the place of the one: _c.plan_and_stage, and _c.pull.
+If the host has to wait for the counts, there are two launches instead of one: _c.plan_and_stage and _c.pull.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks
-from ep_dispatcher.engines.base import Engine, EngineConfig, Sent, address_of
+from ep_dispatcher.engines.base import Engine, EngineConfig, PendingOperation, address_of
 from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.nccl import NcclRail
 from ep_dispatcher.engines.cuda.streams import SLICE_S, Streams
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
-from ep_dispatcher.engines.ranges import NoRanges, ranges_of
+from ep_dispatcher.engines.profiler_ranges import NoProfilerRanges, profile_operation
 from ep_dispatcher.engines.trace import StreamTrace
 from ep_dispatcher.float8 import SCALES_OF_INT
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Planned, Received
 
-_SLICE_OVER = -2  # result of wait_for_counts after SLICE_S without counts
+_NO_COUNTS_YET = -2  # what _c.wait_for_counts returns after SLICE_S without counts
 _NO_SCOPE = nullcontext()
 
 
-class _Sent(Sent):
-    """An operation with a hook: its second launch, and what that needs."""
+class _PendingLaunch(PendingOperation):
+    """An operation that waits for its hook: its second launch, and the tensors that it needs."""
 
     def __init__(
         self,
@@ -48,57 +48,57 @@ class _Sent(Sent):
         super().__init__(operation)
         self.launch = launch  # takes a stream
         self.tensors = [t for t in tensors if t is not None]  # accessed by the second launch
-        self.counted, self.label = counted, label  # tokens per expert of a new plan, to be counted after it
-        self.in_capture = torch.cuda.is_current_stream_capturing()  # whether a CUDA graph is captured
+        self.counted, self.label = counted, label  # tokens per expert of a new plan, to be counted after the launch
+        self.is_captured = torch.cuda.is_current_stream_capturing()  # whether a CUDA graph is being captured
 
 
-class Launches(Streams, Engine):
-    """Dispatch, combine, and their hooks."""
+class CudaOperations(Streams, Engine):
+    """The operations of the CUDA engine: dispatch, combine, and their hooks. engine.py has everything else."""
 
-    # Made by the engine before its first operation:
+    # CudaEngine sets these before the first operation:
     _compiled: Any  # the compiled module in use: _C_cuda or _C_nvshmem, which have the same interface
     _c: _C_cuda.Engine
     _c_config: _C_cuda.Config
     _reports: KernelReports
     _trace: StreamTrace | None
     _stuck: StuckKernels | None  # only if kernels may never end
-    _counted_rows: Tensor  # int64 [num_local_experts], pinned: what kernels have counted
-    _reported_message_rows: Tensor  # int32, pinned: MessageRows of the compiled module, as kernels have counted
+    _counted_rows: Tensor  # int64 [num_local_experts], pinned; written by kernels
+    _reported_message_rows: Tensor  # int32, pinned: MessageRows of the compiled module; written by kernels
     _rail: NcclRail | None
-    sent: _Sent | None
+    pending: _PendingLaunch | None
 
     def __init__(self, config: EngineConfig):
         self.config, self._topology, self._num_local_experts = config, config.topology, config.num_local_experts
         self.wait_ns = {}
-        self.sent = None
+        self.pending = None
 
     def dispatch(self, request: DispatchRequest) -> Received:
-        waits = request.waits_for_counts
-        if waits and torch.cuda.is_current_stream_capturing():
+        needs_counts = request.needs_counts
+        if needs_counts and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        with self.config.wording, ranges_of("dispatch") as ranges:
-            self.refuse_unreceived("dispatch")
-            request.make_plain()
+        with self.config.wording, profile_operation("dispatch") as ranges:
+            self.refuse_if_pending("dispatch")
+            request.make_addressable()
             self._check(ranges, request.tensors())
             with self.health.operation("dispatch"), self._on_device():
                 stream = self._enter(ranges)
-                with self._traced("dispatch", request.sends_only):
-                    if waits:
-                        received = self._dispatch_counted(request, stream, ranges)
+                with self._traced("dispatch", request.is_send_only):
+                    if needs_counts:
+                        received = self._dispatch_with_counts(request, stream, ranges)
                     else:
                         received = self._allocate(request, request.num_rows, self._allocate_counts(request))
                         if request.layout != "decode":
                             launch = self._c.dispatch
                         else:
-                            launch = self._c.decode_dispatch_send if request.sends_only else self._c.decode_dispatch
+                            launch = self._c.decode_dispatch_send if request.is_send_only else self._c.decode_dispatch
                         launch(request, received, stream)
                 self._note_dispatch(request, received)
-            if waits and (self._c.has_report() or self.health.ended):
-                self._raise_counted()
+            if needs_counts and (self._c.has_report() or self.health.ended):
+                self._raise_when_in_step()
         return received
 
-    def _dispatch_counted(self, request: DispatchRequest, stream: int, ranges: NoRanges) -> Received:
-        """Plan and stage, wait for the counts, allocate so many rows, and pull them."""
+    def _dispatch_with_counts(self, request: DispatchRequest, stream: int, ranges: NoProfilerRanges) -> Received:
+        """Plan and stage, wait for the counts, allocate that number of rows, and pull them."""
         counts = self._allocate_counts(request)
         self._c.plan_and_stage(request, counts, stream)
         ranges.step("wait for counts")
@@ -107,16 +107,16 @@ class Launches(Streams, Engine):
         message_rows = None if self._rail is None else self._reported_message_rows.clone()
         received = self._allocate(request, num_rows, counts, message_rows)
         self._c.pull(request, received, stream)
-        # Copy only now, while the rows move. An invalid plan has no rows, and the counts in memory are not its own.
+        # Copy only now, while the rows move. An invalid plan has no rows, and the counts in memory are of another plan.
         counted = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
         return received._replace(rows_on_host=counted)
 
     def _note_dispatch(self, request: DispatchRequest, received: Received) -> None:
-        """Do what follows the launch: keep the second one for the hook, or count the tokens."""
-        if request.sends_only:
+        """After the launch: keep the second launch for the hook, or count the tokens."""
+        if request.is_send_only:
             tensors = (*(t for _, t in request.tensors()), *received)
             new_tokens = received.tokens_per_expert if request.plan is None else None
-            self.sent = _Sent(
+            self.pending = _PendingLaunch(
                 "dispatch",
                 partial(self._c.decode_dispatch_receive, request, received),
                 tensors,
@@ -128,17 +128,17 @@ class Launches(Streams, Engine):
         if self._caller is not None:
             self._hand_over(received)
 
-    def _raise_counted(self) -> None:
-        """Raise what the kernels of a counted dispatch have found."""
+    def _raise_when_in_step(self) -> None:
+        """Raise the errors of a dispatch whose counts have arrived. Before a ValueError wait until it is complete."""
         try:
             self._reports.raise_found(ends=False)
         except ValueError:
-            assert self._stream is not None  # that of this operation
+            assert self._stream is not None  # the stream of this operation
             self._wait(self._stream)  # after the operation all ranks are in step
             raise
 
     def _allocate_counts(self, request: DispatchRequest) -> Planned:
-        """Allocate what a dispatch writes first: the counts, and a new plan."""
+        """Allocate what a dispatch writes first: the counts, and the plan if it makes one."""
         device, num_local_experts = self._device, self._num_local_experts
         if request.layout == "decode":
             tokens = rows = torch.empty(num_local_experts, dtype=torch.int32, device=device)
@@ -155,7 +155,7 @@ class Launches(Streams, Engine):
     def _allocate(
         self, request: DispatchRequest, num_rows: int, counts: Planned, message_rows: Tensor | None = None
     ) -> Received:
-        """Allocate the rows of a dispatch, and what comes with them."""
+        """Allocate the rows of a dispatch, and their scales, weights and experts."""
         rows, device = request.rows, self._device
         hidden, by_rank = rows.shape[1], request.layout == "rank"
         dtype = torch.float8_e4m3fn if request.quantize else rows.dtype
@@ -190,7 +190,7 @@ class Launches(Streams, Engine):
         return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
-        with self.config.wording, ranges_of("compare") as ranges:
+        with self.config.wording, profile_operation("compare") as ranges:
             self._check(ranges, (("topk_idx", planned), ("topk_idx", given)))
             with self.health.operation("compare"), self._on_device():
                 stream = self._enter(ranges)
@@ -202,7 +202,7 @@ class Launches(Streams, Engine):
         Kernels have a limit of their own. The limit here applies if they cannot start in this stream.
         """
         end = time.monotonic() + self._start_limit_s
-        while (num_rows := self._c.wait_for_counts(SLICE_S)) == _SLICE_OVER:
+        while (num_rows := self._c.wait_for_counts(SLICE_S)) == _NO_COUNTS_YET:
             self.health.raise_if_ended()
             if time.monotonic() > end:
                 raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
@@ -212,23 +212,23 @@ class Launches(Streams, Engine):
         return num_rows
 
     def combine(self, request: CombineRequest) -> Combined:
-        with self.config.wording, ranges_of("combine") as ranges:
-            self.refuse_unreceived("combine")
-            request.make_plain()
+        with self.config.wording, profile_operation("combine") as ranges:
+            self.refuse_if_pending("combine")
+            request.make_addressable()
             self._check(ranges, request.tensors())
             with self.health.operation("combine"), self._on_device():
                 stream = self._enter(ranges)
-                with self._traced("combine", request.sends_only):
+                with self._traced("combine", request.is_send_only):
                     combined = self._allocate_sums(request)
                     if request.layout != "decode":
                         launch = self._c.combine
                     else:
-                        launch = self._c.decode_combine_send if request.sends_only else self._c.decode_combine
+                        launch = self._c.decode_combine_send if request.is_send_only else self._c.decode_combine
                     launch(request, combined, stream)
-                if request.sends_only:
+                if request.is_send_only:
                     rest = replace(request, y=combined.x, weights=None)  # the second launch reads neither
                     launch = partial(self._c.decode_combine_receive, rest, combined)
-                    self.sent = _Sent("combine", launch, (request.plan, *combined))
+                    self.pending = _PendingLaunch("combine", launch, (request.plan, *combined))
                 if self._caller is not None:
                     self._hand_over(combined)
         return combined
@@ -243,24 +243,24 @@ class Launches(Streams, Engine):
         return Combined(x, topk_weights)
 
     def receive(self) -> None:
-        sent = self.sent
-        assert sent is not None  # the caller checks this
-        operation = sent.operation
-        if torch.cuda.is_current_stream_capturing() != sent.in_capture:
-            where = "in the CUDA graph" if sent.in_capture else "outside of a CUDA graph"
+        pending = self.pending
+        assert pending is not None  # the caller checks this
+        operation = pending.operation
+        if torch.cuda.is_current_stream_capturing() != pending.is_captured:
+            where = "in the CUDA graph" if pending.is_captured else "outside of a CUDA graph"
             checks.refuse(f"hook() has to be called {where}, where the {operation} was called")
-        with self.config.wording, ranges_of(operation) as ranges:
+        with self.config.wording, profile_operation(operation) as ranges:
             self._check(ranges)
             with self.health.operation(operation), self._on_device():
                 stream = self._enter(ranges)
                 with self._traced(operation):
-                    for t in (*sent.tensors, self.wait_ns.get(operation)):
+                    for t in (*pending.tensors, self.wait_ns.get(operation)):
                         if t is not None and t.is_cuda:
                             t.record_stream(torch.cuda.current_stream())  # may differ from that of the first launch
-                    sent.launch(stream)
-                    if sent.counted is not None:
-                        self.count(sent.label, sent.counted)
-                    self.sent = None
+                    pending.launch(stream)
+                    if pending.counted is not None:
+                        self.count(pending.label, pending.counted)
+                    self.pending = None
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
         if wait_ns is not None and wait_ns.device != self._device:
@@ -273,14 +273,14 @@ class Launches(Streams, Engine):
 
     @property
     def _start_limit_s(self) -> float:
-        """How long the host waits for this buffer's kernels: they have a limit of their own, once they can start."""
+        """How long the host waits for this buffer's kernels. They have a limit of their own once they have started."""
         return 2 * self.config.timeout_s + 5
 
     def _wait(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not.
+        """Wait for a stream, and let Python's signal handlers run. ``stream.synchronize()`` would not run them.
 
-        RuntimeError if the stream is busy for so long that it cannot be this buffer's kernels, or if another thread
-        destroys the buffer meanwhile.
+        RuntimeError if the stream is busy for longer than this buffer's kernels can take, or if another thread destroys
+        the buffer meanwhile.
         """
         begin, limit_s = time.monotonic(), self._start_limit_s
         while not stream.query():
@@ -294,7 +294,7 @@ class Launches(Streams, Engine):
             if waited > 1e-3:  # then a sleep of a tenth of this time adds little
                 time.sleep(min(waited / 10, SLICE_S))
 
-    def _check(self, ranges: NoRanges, tensors: Iterable[tuple[str, Tensor | None]] = ()) -> None:
+    def _check(self, ranges: NoProfilerRanges, tensors: Iterable[tuple[str, Tensor | None]] = ()) -> None:
         """Raise errors of earlier operations, and refuse tensors of another device: the buffer stays usable."""
         ranges.step("check")
         self.health.raise_if_ended()
@@ -308,7 +308,7 @@ class Launches(Streams, Engine):
         is_current = torch._C._cuda_getDevice() == self._device_index
         return _NO_SCOPE if is_current else torch.cuda.device(self._device_index)
 
-    def _enter(self, ranges: NoRanges) -> int:
+    def _enter(self, ranges: NoProfilerRanges) -> int:
         """Let the current stream follow the last operation. Return the stream's address."""
         # Only the address: torch.cuda.current_stream() makes a Python object, which costs 2 us more.
         stream: int = torch._C._cuda_getCurrentRawStream(self._device_index)
@@ -318,8 +318,8 @@ class Launches(Streams, Engine):
         ranges.step("launch")
         return stream
 
-    def _traced(self, operation: str, sends_only: bool = False) -> AbstractContextManager[None]:
+    def _traced(self, operation: str, is_send_only: bool = False) -> AbstractContextManager[None]:
         """Return a scope for EP_DISPATCHER_TRACE. An operation with a hook is shown once, when it receives."""
-        if self._trace is None or sends_only:
+        if self._trace is None or is_send_only:
             return _NO_SCOPE
         return self._trace.operation(operation)
