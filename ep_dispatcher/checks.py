@@ -1,4 +1,4 @@
-"""Mistakes of a caller: ValueErrors that name the argument, the given value and the allowed ones, in a sentence.
+"""Checks of arguments. A ValueError is a sentence with the argument, the given value and the allowed values.
 
 Functions that raise check arguments before anything is sent. Functions that return an error put a mistake that an
 engine has found into words.
@@ -33,19 +33,19 @@ MAX_INT = 2**31 - 1  # the engines count in int32
 
 
 def num_scales(hidden: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the scales of a float8 row: those of whole blocks. Their dtype is one of SCALES."""
+    """Return the number of scales of a float8 row, rounded up to whole blocks. dtype: one of SCALES"""
     return -(-hidden // BLOCK) * (4 // dtype.itemsize)
 
 
 def scale_dtype(quantize: str | None, scales: Tensor | None = None) -> torch.dtype | None:
-    """Return the dtype of the scales that a dispatch makes or is given."""
+    """Return the dtype of the scales that a dispatch makes or is given. None: it has none."""
     if quantize is not None:
         return E8M0 if quantize == MXFP8 else torch.float32
     return None if scales is None else scales.dtype
 
 
 def error_text(argument: str, given: Any, allowed: str) -> str:
-    """Return a sentence: "layout is 'x', but has to be 'expert' or 'rank'"."""
+    """Return a sentence such as "layout is 'x', but has to be 'expert' or 'rank'"."""
     return f"{argument} is {given}, but has to be {allowed}"
 
 
@@ -119,19 +119,19 @@ def buffer_sizes(
 
 
 def is_instance(value: object, module: str, name: str) -> bool:
-    """Return whether a value is of a class, without an import: nobody can have made it before the module was there."""
-    known = getattr(sys.modules.get(module), name, None)
-    return known is not None and isinstance(value, known)
+    """Return whether a value is of a class, without importing it: before the import there can be no such value."""
+    imported_class = getattr(sys.modules.get(module), name, None)
+    return imported_class is not None and isinstance(value, imported_class)
 
 
 def dtensor(argument: str, value: object) -> None:
-    """Refuse a DTensor: its shape is that of all ranks together, and each rank sends its own rows."""
+    """Refuse a DTensor. Its shape covers all ranks together, but each rank sends its own rows."""
     if is_instance(value, "torch.distributed.tensor", "DTensor"):
         fail(argument, "a DTensor", "a tensor of this rank alone: the DTensor's to_local() or full_tensor()")
 
 
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
-    """Check a tensor. ``shape`` has an int for a fixed size, a name for a free one."""
+    """Check a tensor. ``shape`` has an int for each fixed size, and a name for each free one."""
     if not isinstance(value, Tensor):
         given = f"of type {type(value).__name__}"
     else:
@@ -139,19 +139,19 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         # test for a GPU without it.
         try:
             sizes, dense = value.shape, value.layout == torch.strided
-        except RuntimeError:  # of a nested tensor, which has no shape
+        except RuntimeError:  # a nested tensor has no shape
             fail(argument, "a nested tensor", "a tensor with one shape for all of its rows")
-        is_there = value.is_cuda if device == "cuda" else value.device.type == device
-        if is_there and dense and value.dtype in dtypes and (sizes == shape or _fits(sizes, shape)):
+        is_on_device = value.is_cuda if device == "cuda" else value.device.type == device
+        if is_on_device and dense and value.dtype in dtypes and (sizes == shape or _fits(sizes, shape)):
             return  # before a text is formatted: torch.compile cannot format unknown sizes
         dtensor(argument, value)
         given = f"a tensor {list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
-    words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
-    fail(argument, given, words + _why_not_cast(argument, value, dtypes, device))
+    allowed = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
+    fail(argument, given, allowed + _why_not_cast(argument, value, dtypes, device))
 
 
 def _why_not_cast(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], device: str) -> str:
-    """Return what a caller whose rows have another floating dtype may not know: what casts tensors, and what does not.
+    """Return a hint for tensors of another floating dtype: what casts them, and what does not. "" for other tensors.
 
     Weights are never cast up: a router or a wrapper that rounds them by mistake would go unnoticed.
     """
@@ -212,7 +212,7 @@ def handle(handle: Handle, buffer_id: str) -> None:
         fail("handle", f"of type {type(handle).__name__}", "the Handle of a dispatch on this buffer")
     if handle.buffer_id != buffer_id:
         refuse(f"handle belongs to another buffer ({handle.buffer_id}) than this one ({buffer_id})")
-    # Engines trust them: with others they would leave the memory of the plan, or that of the rows.
+    # Engines trust these fields: with other values they would leave the memory of the plan or of the rows.
     if not torch.compiler.is_compiling() and not handle.is_as_made():
         refuse("handle was modified: pass it as its dispatch returned it")
 
@@ -225,7 +225,7 @@ def handle_reuse(
     expert_alignment: int,
     max_recv_rows: int | None,
 ) -> None:
-    """Refuse arguments of a dispatch that do not agree with its handle. An argument at its default is ignored."""
+    """Refuse arguments of a dispatch that disagree with its handle. An argument with its default value is ignored."""
     if topk_idx is not None:
         refuse("topk_idx is given beside handle, which has the routing: give one of them")
     if num_tokens != handle.num_tokens:
@@ -254,7 +254,7 @@ def other_routing_error(argument: str, given: Any, planned: Any, where: tuple[in
     return OtherRoutingError(error_text(argument, given, allowed), where)
 
 
-# Fields that must be equal on all ranks, in the order in which engines compare them. Each function words a value.
+# Fields that must be equal on all ranks, in the order in which engines compare them. Each function describes a value.
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout")[n],
     "handle": lambda epoch: f"the plan of epoch {epoch}" if epoch else "None",
@@ -268,11 +268,11 @@ AGREED: dict[str, Callable[[int], str]] = {
 
 def disagreement_error(field: str, rank: int, theirs: int, other: int, ours: int) -> ValueError:
     """Return the error of unequal fields of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
-    say = AGREED[field]
-    verb = "is in" if field == "operation" else "gave"
+    describe = AGREED[field]
+    verb, imperative = ("is in", "call") if field == "operation" else ("gave", "give")
     text = (
-        f"{field}: rank {rank} {verb} {say(theirs)}, rank {other} {verb} {say(ours)}; "
-        f"all ranks must {'call' if field == 'operation' else 'give'} the same"
+        f"{field}: rank {rank} {verb} {describe(theirs)}, rank {other} {verb} {describe(ours)}; "
+        f"all ranks must {imperative} the same"
     )
     if field == "operation" or (field == "handle" and 0 in (theirs, ours)):
         text += ". So it looks if one of them is in a backward, and the other in a forward pass"

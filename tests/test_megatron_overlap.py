@@ -220,7 +220,7 @@ def test_what_cannot_run_so_is_named_with_its_reason(rank: int):
 @on_ranks()
 def test_the_line_where_layers_overlap(rank: int, monkeypatch):
     """As between nodes on GPUs; without a limit of rows the host waits, and the line says it."""
-    monkeypatch.setattr(overlap, "why_not", lambda buffer: None)
+    monkeypatch.setattr(overlap, "no_overlap_reason", lambda buffer: None)
     for factor in (None, 4):
         with switched_on(OVERLAP) as printed, environment(rank_capacity_factor=factor):
             make_layer(make_config())(tokens_of(rank))

@@ -274,7 +274,7 @@ def test_main_streams_do_not_share_a_side_stream(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
-    monkeypatch.setattr(streams, "_streams", {})
+    monkeypatch.setattr(streams, "_side_streams", {})
     found = {}
     for main in (0, 7, 102, *range(1000, 1028)):
         current[0] = main

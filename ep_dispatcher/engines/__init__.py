@@ -1,4 +1,4 @@
-"""Chooses and makes an engine; no other place does."""
+"""Chooses and makes an engine. No other file does."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _version(number: int) -> str:
 def summary() -> str:
     """Return a line that says which engines this build has, and which one a buffer takes here by default."""
     problem = cuda_problem()
-    taken = "cuda" if problem is None else f"cpu, not cuda: {problem}"
-    return f"engines {' and '.join(ENGINES)}; here a buffer takes {taken}"
+    default = "cuda" if problem is None else f"cpu, not cuda: {problem}"
+    return f"engines {' and '.join(ENGINES)}; here a buffer takes {default}"
 
 
 def choose(engine: str) -> str:
-    """Return the engine; for "auto" the best one that can run here. ValueError if the given one cannot."""
+    """Return the engine's name; for "auto" the best one that can run here. ValueError if the given one cannot run."""
     if engine == "auto":
         return "cpu" if cuda_problem() else "cuda"
     checks.one_of("engine", engine, ("auto", "cpu", "cuda"))

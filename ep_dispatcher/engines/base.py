@@ -27,24 +27,24 @@ class EngineConfig(Shape):
     group: ProcessGroup
     topology: Topology
     hosts: tuple[str, ...]  # of the ranks
-    why_hosts: str  # why nodes are hosts, where NVLink reaches other hosts or may do so; else ""
+    why_hosts: str  # why nodes are hosts although NVLink may reach other hosts; "" if there is nothing to explain
     buffer_id: str  # a number; Dynamo would trace an int as a symbol that may change
-    wording: Wording  # of errors
+    wording: Wording  # puts errors into the caller's words
     timeout_s: float
     num_sms: int | None
     nccl_sms: int
     suspendable: bool
     store: Store  # of the group's ranks, under a prefix for this buffer alone
-    gather: Gather  # collective, while the engine is made; returns every rank's result, or raises alike on all ranks
+    gather: Gather  # collective, while the engine is made; returns every rank's result, or raises on all ranks
 
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
     def describe(self, state: str) -> str:
-        """Return the text of a buffer for people. state: of its engine"""
+        """Return the text of a buffer for people. state: that of its engine"""
         topology = self.topology
-        nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)} x {topology.ranks_per_node}"
+        nodes = f"{topology.num_nodes} {'node' if topology.num_nodes == 1 else 'nodes'} x {topology.ranks_per_node}"
         names = ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={self.dtype}, {state})"
@@ -59,7 +59,7 @@ def address_of(t: Tensor | None) -> int:
 
 
 class PendingOperation:
-    """An operation that has only sent, until `receive` completes it."""
+    """An operation that has sent, and waits for its hook to complete it by `receive`."""
 
     def __init__(self, operation: str):
         self.operation = operation
@@ -75,12 +75,12 @@ class Engine(Protocol):
     device: str  # device type of its tensors
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
-    used_sms: int  # the most multiprocessors that an operation uses outside decode layout, NCCL's included
-    wait_ns: dict[str, Tensor]  # of `measure_waits`, by operation
-    # By label, int64 [num_local_experts]: what dispatches with a new plan add their tokens to.
+    used_sms: int  # the most multiprocessors that an operation uses outside decode layout, those of NCCL included
+    wait_ns: dict[str, Tensor]  # the tensors given to `measure_waits`, by operation
+    # By label, int64 [num_local_experts]: dispatches with a new plan add their tokens here.
     expert_tokens: Sequence[Tensor] | None = None
     health: Health
-    pending: PendingOperation | None = None  # the operation that has only sent
+    pending: PendingOperation | None = None  # the operation that waits for its hook
     num_message_rows: int = 0  # elements of Received.message_rows
 
     def refuse_if_pending(self, operation: str) -> None:
@@ -96,10 +96,10 @@ class Engine(Protocol):
         return
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
-        """Find entries of ``given`` that differ from those that the plan of the next dispatch was made from.
+        """Find entries of ``given`` that differ from ``planned``, from which the plan of the next dispatch was made.
 
-        Both int64 [num_tokens, num_topk], as address_of reads them. Raises OtherRoutingError with `where`. An engine
-        whose host would have to wait raises it later, as other mistakes that kernels find.
+        Both are addressable, int64 [num_tokens, num_topk]. Raises OtherRoutingError with `where`. An engine whose host
+        would have to wait raises it later, like other errors that kernels find.
         """
 
     def combine(self, request: CombineRequest) -> Combined:
@@ -112,11 +112,11 @@ class Engine(Protocol):
         """Return the int32 elements of a plan for ``num_rows`` output rows."""
 
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
-        """Let operations inside be incomplete when it exits. inputs: their tensors, or pairs of them."""
+        """Return a context in which operations may return before they are complete. inputs: their tensors or pairs"""
         return nullcontext()
 
     def follow(self) -> None:
-        """Let the current stream follow the operations so far, and let later ones follow what it does next."""
+        """Order the current stream after all operations so far, and later operations after that stream."""
         return
 
     def event(self) -> Event:
@@ -124,16 +124,16 @@ class Engine(Protocol):
         return Event()
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
-        """Let every later ``operation`` ("dispatch", "combine") add to `wait_ns`, or to nothing: None.
+        """Make every later ``operation`` ("dispatch" or "combine") add its waits to `wait_ns`. None: measure nothing.
 
-        As Buffer.dispatch_wait_ns.
+        See Buffer.dispatch_wait_ns.
         """
         self.wait_ns.pop(operation, None)
         if wait_ns is not None:
             self.wait_ns[operation] = wait_ns
 
     def count(self, label: int, tokens_per_expert: Tensor) -> None:
-        """Add the tokens of a new plan to the row of its label. The last row is that of all other labels."""
+        """Add the tokens of a new plan to the row of its label. The last row is for all other labels."""
         if self.expert_tokens is not None:
             last = len(self.expert_tokens) - 1
             self.expert_tokens[label if 0 <= label < last else last].add_(tokens_per_expert)
@@ -156,7 +156,7 @@ class Engine(Protocol):
         """Mask a rank. Only with `mask_late_ranks`."""
 
     def unmask(self, meet: Callable[[], Gather]) -> None:
-        """Let all ranks in again. Only with `mask_late_ranks`. meet: opens an exchange between the ranks."""
+        """Unmask all ranks. Only with `mask_late_ranks`. meet: opens an exchange between the ranks"""
 
     def suspend(self, meet: Callable[[], Gather]) -> None:
         """Free memory. Only with `suspendable`. meet: as in `unmask`.
@@ -165,7 +165,7 @@ class Engine(Protocol):
         """
 
     def resume(self, meet: Callable[[], Gather]) -> None:
-        """Take the memory again, at the same addresses. Errors as in `suspend`."""
+        """Allocate the memory again, at the same addresses. Errors are as in `suspend`."""
 
     def destroy(self) -> None:
         """End the engine, also while it is suspended."""

@@ -16,7 +16,7 @@ from ep_dispatcher.stores import STORE_GONE, are_ranks, read_json
 # A rank that timed out reads the reports of others for this many seconds, because they may time out a little later.
 GRACE_S = 2.0
 
-_UNHEARD = "The store did not verdicts, so this rank does not know whether they wait for other ranks themselves."
+_UNHEARD = "The store did not answer, so this rank does not know whether they wait for other ranks themselves."
 
 
 MAX_BYTES = 2**16  # of a report

@@ -126,7 +126,7 @@ class CudaOperations(Streams, Engine):
         elif request.plan is None:
             self.count(request.label, received.tokens_per_expert)
         if self._caller is not None:
-            self._hand_over(received)
+            self._record_on_caller_stream(received)
 
     def _raise_when_in_step(self) -> None:
         """Raise the errors of a dispatch whose counts have arrived. Before a ValueError wait until it is complete."""
@@ -230,7 +230,7 @@ class CudaOperations(Streams, Engine):
                     launch = partial(self._c.decode_combine_receive, rest, combined)
                     self.pending = _PendingLaunch("combine", launch, (request.plan, *combined))
                 if self._caller is not None:
-                    self._hand_over(combined)
+                    self._record_on_caller_stream(combined)
         return combined
 
     def _allocate_sums(self, request: CombineRequest) -> Combined:

@@ -17,29 +17,33 @@ logger = logging.getLogger(__name__)
 
 # How often a waiting host checks for signals, and for destroy() in another thread.
 SLICE_S = 0.05
-# Streams beside kernels of experts. All engines share them, and their memory in PyTorch's cache.
+# Side streams, beside the kernels of experts. All engines share them, and their memory in PyTorch's cache.
 POOL = 32  # streams of high priority that PyTorch has for each device; it returns them in turn
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device, and address of the main stream
+_side_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device, and address of the main stream
 
 
 def side_stream(device: int) -> torch.cuda.Stream:
-    """Return the side stream of the current, main stream. It has a higher priority.
+    """Return the side stream of the current stream, the main one. It has a higher priority.
 
-    Up to 32 main streams of a device have one each; further ones share them. A caller may have the same stream from
-    PyTorch. So before memory of a side stream is freed, let that stream wait for the readers (moe/overlap.py).
+    Up to 32 main streams of a device have one each; further ones share them. A caller may get the same stream from
+    PyTorch. So before memory of a side stream is freed, make that stream wait for the readers (moe/overlap.py).
     """
-    main = device, torch._C._cuda_getCurrentRawStream(device)
-    if main not in _streams:
-        taken = {main[1], *(side.cuda_stream for (of, _), side in _streams.items() if of == device)}
+    main_address = torch._C._cuda_getCurrentRawStream(device)
+    key = device, main_address
+    if key not in _side_streams:
+        used_addresses = {main_address}
+        for (other_device, _), side in _side_streams.items():
+            if other_device == device:
+                used_addresses.add(side.cuda_stream)
         for _ in range(POOL):
-            _streams[main] = torch.cuda.Stream(device, priority=-1)
-            if _streams[main].cuda_stream not in taken:
+            _side_streams[key] = torch.cuda.Stream(device, priority=-1)
+            if _side_streams[key].cuda_stream not in used_addresses:
                 break
-    return _streams[main]
+    return _side_streams[key]
 
 
 def wait_for_device(device: torch.device, limit_s: float) -> None:
-    """Let the host wait until a GPU is idle. RuntimeError after ``limit_s``.
+    """Make the host wait until a GPU is idle. RuntimeError after ``limit_s``.
 
     ``torch.cuda.synchronize`` has no limit. It would wait for ever for a collective of the user's whose peer is gone.
     """
@@ -53,7 +57,7 @@ def wait_for_device(device: torch.device, limit_s: float) -> None:
 
 
 def free_when_idle(device: torch.device, free: Callable[[], None], limit_s: float) -> None:
-    """Call ``free`` once a GPU is idle, in a thread. Wait for that ``limit_s`` at most: it may come later."""
+    """Call ``free`` in a thread once a GPU is idle. Wait for that at most ``limit_s``; it may happen later."""
 
     def run() -> None:
         torch.cuda.set_device(device)
@@ -68,11 +72,11 @@ def free_when_idle(device: torch.device, free: Callable[[], None], limit_s: floa
 
 
 class Streams:
-    """Lets the operations of one engine follow each other, whatever streams they run in."""
+    """Orders the operations of one engine one after the other, whatever streams they run in."""
 
     _device: torch.device
     _device_index: int
-    _stream: torch.cuda.Stream | None = None  # of the last operation
+    _stream: torch.cuda.Stream | None = None  # the stream of the last operation
     _own_stream: torch.cuda.Stream | None = None
     _caller: torch.cuda.Stream | None = None  # the stream that will wait for an asynchronous operation
 
@@ -108,7 +112,7 @@ class Streams:
             self._stream = torch.cuda.current_stream()
 
     def _follow(self) -> None:
-        """Let the current stream wait for the last operation."""
+        """Make the current stream wait for the last operation."""
         # In a capture a stream cannot wait for earlier work, only for streams of the same capture.
         if not torch.cuda.is_current_stream_capturing() or self._is_captured():
             self.join()
@@ -123,8 +127,8 @@ class Streams:
     def idle(self) -> bool:
         return self._stream is None or self._stream.query()
 
-    def _hand_over(self, outputs: Received | Combined) -> None:
-        """Keep outputs of the buffer's own stream until the caller's stream no longer uses them."""
+    def _record_on_caller_stream(self, outputs: Received | Combined) -> None:
+        """Keep the memory of outputs, which belongs to the buffer's own stream, until the caller's stream is done."""
         assert self._caller is not None  # of an asynchronous operation
         for t in outputs:
             if t is not None and t.is_cuda:
