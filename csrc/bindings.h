@@ -44,7 +44,7 @@ pybind11::class_<Config> bind_sizes(pybind11::module_& m, const char* name) {
   return bound;
 }
 
-// Bind that of the CUDA engine. The module of the CPU engine has it too, because it is always built.
+// Bind the function of the CUDA engine. The module of the CPU engine has it too, because it is always built.
 inline pybind11::class_<cuda::Config> bind_cuda_config(pybind11::module_& m, const char* name) {
   using cuda::Config;
   auto bound = bind_sizes<Config>(m, name);

@@ -102,7 +102,7 @@ enum class Launch {
 // first one, and all its outputs are written in the second one.
 enum class DecodeLaunch { kWhole, kSend, kReceive };
 
-// A routing, to be compared with that of a plan. All addresses are of device memory.
+// A routing that is compared with the routing of a plan. All addresses are in device memory.
 struct RoutingComparison {
   const int64_t* planned = nullptr;  // [num_tokens, num_topk]; the plan was made from it
   const int64_t* given = nullptr;    // [num_tokens, num_topk]
@@ -152,7 +152,7 @@ class Engine {
   // [host] Let later operations of one kind add their waits to device memory, int64 [num_ranks]; null: to nothing.
   void measure_waits(Operation operation, int64_t* wait_ns) { wait_ns_[static_cast<int>(operation)] = wait_ns; }
   int64_t* wait_ns(Operation operation) const { return wait_ns_[static_cast<int>(operation)]; }
-  // [host] Return the ticket of the next counted dispatch, or that of the last one.
+  // [host] Return the ticket of the next counted dispatch, or of the last one.
   uint64_t next_ticket() { return ++ticket_; }
   uint64_t ticket() const { return ticket_; }
 

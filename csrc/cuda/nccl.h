@@ -71,7 +71,7 @@ class NcclComm {
   void cancel() const;
   // [host] Throw if `free` was called.
   void throw_if_freed() const;
-  // [host] Abort the communicator, unless it is freed already. Errors have nobody to hear of them.
+  // [host] Abort the communicator, unless it is freed already. Errors are ignored, because no caller could act on them.
   void abort_if_left() noexcept;
 
   int rank_ = 0, num_ranks_ = 0;

@@ -90,7 +90,7 @@ inline const MessageRows* message_rows_of(pybind11::handle owner) {
   return rows && rows->known ? rows : nullptr;
 }
 
-// Return the plan of a request: the one that it gives, or that of its result.
+// Return the plan of a request: the plan that it gives, or the plan of its result.
 inline int32_t* plan_of(pybind11::handle request, pybind11::handle result) {
   int32_t* const given = TensorRef(request, Names::get().plan).address<int32_t>();
   return given ? given : TensorRef(result, Names::get().plan).address<int32_t>();

@@ -39,7 +39,7 @@ enum class Error : int32_t {
   kTooFewRows,   // a rank needs more rows than its max_recv_rows
   kTooManyRows,  // a rank would receive 2^31 rows or more
   kDiffer,       // the Calls of two ranks differ
-  kOtherRouting  // the routing of a recompute is not that of its plan
+  kOtherRouting  // the routing of a recompute differs from its plan
 };
 constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ", "other_routing"};
 

@@ -20,7 +20,7 @@ __device__ inline int num_push_blocks(const Op<K>& op, const Params& params, con
   const ProgressFlags progress_flags = progress_flags_of(op);
   if (op.num_blocks < (progress_flags.far == progress_flags.window ? 4 : 8)) return op.num_blocks;
   if (sizes.num_items == 0) return 1;  // it raises the flags promised by Field::kNumChunks, also without items
-  // Few items: nobody can reduce before the last push, so all push first.
+  // Few items: no block can reduce before the last push, so all blocks push first.
   if (op.num_nodes() == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
   // Rows of own items are read to push, or to reduce.
   const float rows_of_item = static_cast<float>(sizes.num_rows) / sizes.num_items;

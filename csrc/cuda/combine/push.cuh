@@ -220,7 +220,7 @@ struct Pusher {
     next = batch.num > 0 ? take() : batch;
   }
 
-  // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
+  // [thread] Skip the sums before far chunk `chunk`, because this block has none.
   __device__ void skip_sums(int chunk) { summed = max(summed, chunk + progress_flags_of(op).window); }
 
   // [warp] Queue the sums of a batch; its items begin at record n.

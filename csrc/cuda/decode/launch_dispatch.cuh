@@ -68,7 +68,7 @@ void launch_direct(DirectDispatchParams& params, const Context& context, cudaStr
   };
   params.first_staging_block = args.num_blocks > 1 && turns(args.num_blocks - 1) == turns(args.num_blocks);
   const size_t shared = divide_shared_directly(params, context, DispatchBlock<K>::kWarps);
-  // Few tokens wait for code, so rows that are not quantised have a kernel without that of quantising.
+  // A launch for few tokens waits for its code to load, so rows that are not quantized have a smaller kernel.
   constexpr bool kAlwaysMay = K != Kernels::kDecodeDirect;
   const auto kernel =
       kAlwaysMay || args.quantizes ? direct_dispatch_kernel<K, true> : direct_dispatch_kernel<K, kAlwaysMay>;

@@ -69,7 +69,7 @@ __device__ bool place_rows(const Op<K>& op, const Params& params, char* ring, ui
 }
 
 // [warp] Find a received token by its number, counted from word `first_word` of the tokens of all sources on; behind
-// the last word follows word 0. Return false if there are no so many. The choices are counted.
+// the last word follows word 0. Return false if there are fewer. The choices are counted.
 __device__ inline bool find_in_warp(const DirectPlan& plan, int first_word, int number, int& source, int& token) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1

@@ -146,7 +146,7 @@ __device__ void push_quantized(const Op<K>& op, const Params& params, Share shar
 
 // [team] Push rows and metadata of this block's tokens, chunk by chunk. Called by the stage warps of each block, after
 // wait_for_free_slots. Wait for nothing. A chunk's `staged` rises once the stage warps of all blocks have finished the
-// chunk. No barrier at the end. Only with kMayQuantize are there launches that quantise.
+// chunk. No barrier at the end. Only launches with kMayQuantize may quantize.
 template <bool kMayQuantize, Kernels K, class Params>
 __device__ void push_rows(const Op<K>& op, const Params& params, char* shared) {
   uint32_t* const counters = clear_counters(op, params, shared);

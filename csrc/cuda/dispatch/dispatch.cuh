@@ -10,7 +10,7 @@ namespace ep::cuda {
 
 // Eight of a block's warps are pull warps: they plan, then pull rows to their final rows in the output. Meanwhile the
 // others, the stage warps, stage this rank's rows and metadata, deliver the metadata of received rows, and clear rows
-// without a token. With direct plans few tokens wait for the quantising of their rows, which more warps end sooner.
+// without a token. With direct plans the few tokens wait until their rows are quantized, which more warps do sooner.
 constexpr int kPullThreads = 256;
 template <Kernels K>
 constexpr int kStageThreads = K == Kernels::kDecodeDirect ? 384 : 256;
@@ -21,7 +21,7 @@ using PullWarps = Team<1, 0, kPullThreads>;
 template <Kernels K>
 using StageWarps = Team<2, kPullThreads, kStageThreads<K>>;
 
-enum class PlanKind { kNew, kGiven };  // made by this operation, or that of a handle
+enum class PlanKind { kNew, kGiven };  // made by this operation, or taken from a handle
 
 // What every dispatch kernel is told beside the arguments of the call. Written by the host, read by all threads.
 struct RowParams {
@@ -31,7 +31,7 @@ struct RowParams {
   int rail_blocks;                        // last blocks of the launch
   int plan_blocks, plan_warps;            // blocks with pull warps at work on the plan, and such warps per block
   int batches_of_block, batches_of_warp;  // batches of 32 tokens that they scan
-  int parts_of_row;                       // a row is staged in so many parts
+  int parts_of_row;                       // number of parts in which a row is staged
   uint32_t row_stride;                    // [bytes] from one staged row to the next
   uint32_t metadata_bytes;                // [bytes] of one token
   Pieces pulled;                          // pieces of a row in the pull warps' rings

@@ -20,8 +20,9 @@
 
 namespace ep::cuda {
 
-// [team] Make a new plan, or announce that of a handle. Called by the pull warps of each block. Return kAborted after
-// an abort of this rank, and else what all ranks agreed on; kAgree if this block has not compared the Calls yet.
+// [team] Make a new plan, or announce the plan of a handle. Called by the pull warps of each block. Return kAborted
+// after an abort of this rank. Otherwise return what all ranks agreed on, or kAgree if this block has not compared the
+// Calls yet.
 // `is_free` as in wait_for_free_staging.
 template <Kernels K>
 __device__ Verdict plan_or_announce(const Op<K>& op, const DispatchParams& params, char* shared, bool is_free) {
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(DispatchBlock<K>::kThreads, 1)
   if (params.stages() && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += DispatchBlock<K>::kThreads)
       params.write_counts(e, 0, 0);
-  // Look whether staging is free: mostly it is, and nobody has to wait. These two loads overlap.
+  // Check whether staging is free. It usually is, and then no warp has to wait. These two loads overlap.
   const bool aborted = has_aborted(context);
   const bool sees_free = poll_once(op, context.own.consumed, context.state->staged_epoch, threadIdx.x);
   const bool is_free = __syncthreads_and(!params.stages() || sees_free);

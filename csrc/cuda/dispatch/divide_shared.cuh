@@ -11,7 +11,7 @@
 namespace ep::cuda {
 
 // Places of a pull warp's ring for float8 rows that are staged as they are: more loads under way disturb the staging.
-// Measured on 2 H200 with 4096 x 7168: 3 places 260 us, 2 places 252 us; 8192 x 2048: 186 and 237 us; quantised rows of
+// Measured on 2 H200 with 4096 x 7168: 3 places 260 us, 2 places 252 us; 8192 x 2048: 186 and 237 us; quantized rows of
 // 4096 x 7168: 402 and 429 us. To measure again: benchmarks/compare_builds.py --operations "dispatch FP8" "dispatch,
 // quantize".
 constexpr uint32_t pair_places(uint32_t row_bytes) { return row_bytes > 4096 ? 2 : 3; }

@@ -1,4 +1,4 @@
-// Quantise rows to float8, bitwise equal to ep_dispatcher/float8.py. Used by staging.
+// Quantize rows to float8, bitwise equal to ep_dispatcher/float8.py. Used by staging.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -61,7 +61,7 @@ __device__ inline float e8m0_reciprocal(uint32_t scale) {
   return __uint_as_float((254 - scale) << 23);
 }
 
-// Part of a bfloat16 row, quantised by a warp in one go. Each half of the warp takes every second scale block of 128
+// Part of a bfloat16 row, quantized by a warp at once. Each half of the warp takes every second scale block of 128
 // elements. Both halves do the same, because shuffles need all lanes. Behind the end of the row lanes repeat vectors of
 // its last scale block, which leaves that block's largest magnitude as it is, and store nothing.
 struct RowPart {
@@ -91,7 +91,7 @@ struct RowPart {
     for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min((first + 2 * i) * kBlockVectors + lane, last));
   }
 
-  // [warp] Quantise the loaded part. With kMx in blocks of 32 elements with an e8m0 scale. Otherwise in blocks of 128,
+  // [warp] Quantize the loaded part. With kMx in blocks of 32 elements with an e8m0 scale. Otherwise in blocks of 128,
   // and with `powers_of_two` round each scale up to the next one.
   template <bool kMx>
   __device__ Quantized quantize(bool powers_of_two) const {
@@ -145,7 +145,7 @@ struct RowPart {
     return part;
   }
 
-  // [warp] Store a quantised part: its elements to `row`, and its scales to `scales`, both of the whole row. With kMx
+  // [warp] Store a quantized part: its elements to `row`, and its scales to `scales`, both of the whole row. With kMx
   // scales of blocks behind the end are 0.
   template <bool kMx>
   static __device__ void store(const Quantized& part, char* row, float* scales, int number, int num_vectors) {

@@ -25,7 +25,7 @@ struct Routing {
 void map_to_columns(const Routing& routing, const bool* map, const void* probs, int64_t* topk_idx, float* weights,
                     cudaStream_t stream);
 
-// [host] Write the gradient of probs from that of weights: 0 where the map has no expert.
+// [host] Compute the gradient of probs from the gradient of weights: 0 where the map has no expert.
 void columns_to_map(const Routing& routing, const int64_t* topk_idx, const float* grad_weights, void* grad_probs,
                     cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Comparison of a routing with that of a plan, before a dispatch with the plan.
+// Comparison of a routing with the routing of a plan, before a dispatch with this plan.
 #include <algorithm>
 
 #include "cuda/device/check.h"

@@ -37,7 +37,7 @@ class Messages {
 
   // [host] Call this before a launch in `stream`: the messages follow what is in this stream by now.
   void follow(cudaStream_t stream) const;
-  // [host] Send and receive what a launch needs, after this launch. Arguments as those of Engine.
+  // [host] Send and receive what a launch needs, after this launch. The arguments are the same as in Engine.
   void dispatch(const DispatchArgs& args, Launch launch, cudaStream_t stream);
   void combine(const CombineArgs& args, cudaStream_t stream);
   void decode_dispatch(const DecodeDispatchArgs& args, DecodeLaunch launch, cudaStream_t stream);
@@ -75,7 +75,7 @@ class Messages {
   void exchange_calls();
   // [host] Exchange the rows of a dispatch, with their metadata, and the items of a new plan.
   void exchange_dispatch(const RowArgs& args, size_t bytes_of_metadata);
-  // [host] Exchange the sums of a combine, with so many weights of each token.
+  // [host] Exchange the sums of a combine, with the given number of weights per token.
   void exchange_sums(const SumArgs& args, size_t weights);
   // [host] Raise the flags of the last message. While a graph is captured, let `stream` wait for the messages, if this
   // launch `joins` them: the first of two does not.

@@ -1,6 +1,6 @@
 // The rail blocks of a rank. Their first warps are relays, one for each other node: a relay waits for data of the rail
 // peer there, and raises ordinary flags for it on this node. All other warps are senders: they put this rank's data to
-// its rail peers. There are so many rail blocks (Config::least_rail_blocks) that there is always a sender.
+// its rail peers. There are enough rail blocks (Config::least_rail_blocks) to have at least one sender.
 //
 //   sender                                           relay for node m, on the receiving rank
 //   `inbox_free` -> rail peers                       (senders wait for it)

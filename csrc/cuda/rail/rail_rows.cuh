@@ -146,7 +146,7 @@ struct DispatchRailWarp : RailWarp<K> {
   __device__ bool sends_rows(const Params& params) const {
     return params.new_plan() || params.plan.head->usable || (has_messages() && !params.args.message_rows);
   }
-  // [thread] Return the number of chunks of so many rows of messages.
+  // [thread] Return how many chunks this number of message rows makes.
   __device__ int chunks_of(int num_rows) const {
     return (num_rows + context.config.token_chunk() - 1) >> context.config.log_token_chunk;
   }

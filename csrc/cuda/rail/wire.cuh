@@ -15,7 +15,7 @@
 //   has_messages  [thread] return whether messages of the host bring data and flags to a node (messages.h). Then a put
 //              does nothing, because a message has the whole array, and `signal` says that this array is ready
 //
-// Memory of a mapped rail peer may also be stored to without a put; `signal` covers these stores alike.
+// Memory of a mapped rail peer may also be stored to without a put; `signal` covers these stores too.
 //
 // The kernels are compiled into two modules: for the NVSHMEM wire, and for the peer and the NCCL wire.
 #pragma once

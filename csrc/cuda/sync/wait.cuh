@@ -172,7 +172,7 @@ __device__ __noinline__ inline bool wait_until(Op<K> op, Phase phase, const uint
     const bool is_over = waits && waited > limit_ns(op, phase, rank != raiser);
     const bool over = __any_sync(~0u, is_over || hopeless);
     if (over && has_masks(op)) {
-      // Mask late ranks, and go on. A rank that comes too late itself masks nobody.
+      // Mask late ranks, and go on. A rank that is itself too late masks no rank.
       if (aborts_if_excluded(op, phase)) return false;
       const bool late = rank != op.rank() && (is_over || hopeless);
       if (late) mask_rank(op, rank);

@@ -1,4 +1,4 @@
-"""The CUDA engine, from its memory to its end. launch.py has its operations.
+"""The CUDA engine, from the allocation of its memory to its end. Its operations are in operations.py.
 
 Kernels read and write the memory of all ranks of a node, and send to other nodes through a wire.
 """
