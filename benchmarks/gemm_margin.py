@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron.dispatcher.margins import set_pytorch, set_transformer_engine
+from ep_dispatcher.integrations.megatron.dispatcher.gemm_sm_margin import set_pytorch, set_transformer_engine
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, start_gpu_ranks, use_gpu

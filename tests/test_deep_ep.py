@@ -25,9 +25,9 @@ from lib.deep_ep_case import (
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep import Buffer, destroy_buffers
+from ep_dispatcher.integrations.deep_ep.buffer_pool import pool_of
 from ep_dispatcher.integrations.deep_ep.handle import make_items, set_num_rows
 from ep_dispatcher.integrations.deep_ep.layout import dispatch_layout, routing_of_ranks
-from ep_dispatcher.integrations.deep_ep.pool import pool_of
 
 NODES = [None, 2]
 

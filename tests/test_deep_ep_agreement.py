@@ -13,7 +13,7 @@ from lib.deep_ep_case import environment as environment_of
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep import Buffer, ElasticBuffer, destroy_buffers
-from ep_dispatcher.integrations.deep_ep.pool import _pools
+from ep_dispatcher.integrations.deep_ep.buffer_pool import _pools
 
 RANKS, EXPERTS, HIDDEN, TOPK, MOST = 2, 4, 128, 2, 8
 LIMIT_S = 30.0  # of every wait; what is learnt at once takes a small part of it
@@ -53,7 +53,7 @@ def refuse_on_rank_1(rank: int, operation, wrong, kind: type[Exception], text: s
         if rank == 1:
             with pytest.raises(kind, match=text):
                 wrong()
-            with pytest.raises(kind, match=f"{text}.*this one left the operation"):
+            with pytest.raises(kind, match=f"{text}.*this rank has left the operation"):
                 operation()
         else:
             with pytest.raises(ep.PeerTimeoutError) as caught:

@@ -8,7 +8,7 @@ from lib.deep_ep_case import routed
 
 from ep_dispatcher.integrations.deep_ep import Buffer, Config, destroy_buffers
 from ep_dispatcher.integrations.deep_ep import config as configs
-from ep_dispatcher.integrations.deep_ep.handle import note_missing
+from ep_dispatcher.integrations.deep_ep.handle import log_placeholders
 
 MOST, EXPERTS, HIDDEN = 8, 4, 128
 X, BFLOAT16 = torch.ones(3, HIDDEN), torch.bfloat16
@@ -98,7 +98,7 @@ def test_every_argument_does_what_its_table_says(rank: int):
     wrong, lines, notes, patch = [], [], [], pytest.MonkeyPatch()
     patch.setattr(configs.logger, "warning", lambda text, *args: lines.append(text % args))
     patch.setattr(configs.logger, "info", lambda text, *args: notes.append(text % args))
-    note_missing.cache_clear()
+    log_placeholders.cache_clear()
     configs._said.clear()
     x, idx, weights = X.bfloat16(), torch.tensor([[0, 1], [2, -1], [3, 0]]), torch.rand(3, 2)
     buffer = Buffer(dist.group.WORLD, 1, 2, low_latency_mode=True, explicitly_destroy=True, enable_shrink=True)
@@ -157,7 +157,7 @@ def test_every_argument_does_what_its_table_says(rank: int):
     lines.clear()
     configs._said.clear()
     again = buffer.dispatch(x, handle=handle, **routing | NO_TOPK)[0]
-    assert torch.equal(again, recv_x) and ["beside handle" in line for line in lines] == [True]
+    assert torch.equal(again, recv_x) and ["with a handle" in line for line in lines] == [True]
     for beside in (dict(num_worst_tokens=99), dict(topk_idx=idx)):
         with pytest.raises(ValueError, match=next(iter(beside))):
             buffer.dispatch(x, handle=handle, **beside)
@@ -167,7 +167,7 @@ def test_every_argument_does_what_its_table_says(rank: int):
     buffer.dispatch(x, **routing)
     buffer.low_latency_dispatch(x, idx, MOST, EXPERTS)
     kept = [line.partition("num_sms ")[2] for line in lines if "num_sms" in line]
-    assert kept == [f"is 6; memory that was made before keeps {sms} multiprocessors" for sms in (24, 64)]
+    assert kept == [f"is 6; buffers that were made before keep {sms} multiprocessors" for sms in (24, 64)]
     with pytest.raises(ValueError, match="low_latency_mode"):
         Buffer(dist.group.WORLD).low_latency_dispatch(x, idx, MOST, EXPERTS)
     patch.undo()

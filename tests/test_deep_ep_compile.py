@@ -8,7 +8,7 @@ import torch.distributed as dist
 from conftest import on_ranks
 from lib.deep_ep_case import EXPERTS, Case, make_data, opened, routed
 
-from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations import collectives
 from ep_dispatcher.integrations.deep_ep import Buffer
 
 RANKS, COMPILE_S = 2, 300
@@ -64,7 +64,7 @@ def test_compiled_programs_give_the_same_bits(rank, engine, function):
 def test_an_agreement_under_compile(rank):
     def total(x):
         y = x + 1
-        agree.all_reduce(y, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="")
+        collectives.all_reduce(y, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="")
         return y * 2
 
     torch._dynamo.reset()
@@ -76,6 +76,8 @@ def test_an_agreement_under_compile(rank):
 def test_other_errors_of_an_agreement_are_raised_as_they_are(rank):
     error = dist.DistBackendError("invalid usage")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(dist.DistBackendError) as caught:
-        patch.setattr(agree.dist, "all_reduce", mock.Mock(side_effect=error))
-        agree.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="")
+        patch.setattr(collectives.dist, "all_reduce", mock.Mock(side_effect=error))
+        collectives.all_reduce(
+            torch.ones(2, dtype=torch.int64), dist.ReduceOp.SUM, dist.group.WORLD, about="test", note=""
+        )
     assert caught.value is error

@@ -296,10 +296,10 @@ def test_refusals_and_hints(rank: int):
             for name in [*HINTS, "num_qps"]:
                 assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in lines) == 1
             buffer.dispatch(x, handle=handle, num_sms=8)
-            assert lines[-1].endswith("num_sms is 8; memory that was made before keeps 24 multiprocessors")
+            assert lines[-1].endswith("num_sms is 8; buffers that were made before keep 24 multiprocessors")
             slower = type(buffer)(dist.group.WORLD, num_max_tokens_per_rank=MOST, num_gpu_timeout_secs=7)
             slower.dispatch(**keywords)
-            assert "num_gpu_timeout_secs is 7; memory that was made before keeps " in lines[-1]
+            assert "num_gpu_timeout_secs is 7; buffers that were made before keep " in lines[-1]
             for name in REFUSED.split():
                 for owner in (buffer, type(buffer)):
                     with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):

@@ -16,8 +16,8 @@ import ep_dispatcher.integrations.deep_ep as d
 from ep_dispatcher.integrations.deep_ep import Buffer, Config
 from ep_dispatcher.integrations.deep_ep.buffer import Runtime
 from ep_dispatcher.integrations.deep_ep.events import CommStream
-from ep_dispatcher.integrations.deep_ep.path import FOLDER
-from ep_dispatcher.integrations.launch import launch
+from ep_dispatcher.integrations.deep_ep.import_path import FOLDER
+from ep_dispatcher.integrations.run_program import run_program
 
 ROOT = Path(__file__).parents[1]
 REAL = "raise ImportError('the installed deep_ep was loaded')\n"
@@ -189,7 +189,7 @@ def test_the_launcher_says_how_to_use_it(monkeypatch, capsys):
     def ends(*arguments):
         monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
         with pytest.raises(SystemExit) as ended:
-            launch("launcher", "usage", lambda: None)
+            run_program("launcher", "usage", lambda: None)
         return ended.value.code
 
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -13,7 +13,7 @@ from conftest import on_ranks
 from lib.deep_ep_case import EXPERTS, RANKS, Case, Data, make_data, opened, routed
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.deep_ep import late, layout
+from ep_dispatcher.integrations.deep_ep import late_errors, layout
 
 CASE = Case("cpu")
 TOO_LATE = "destroy\\(\\) this buffer"
@@ -23,8 +23,8 @@ TOO_LATE = "destroy\\(\\) this buffer"
 def no_host_sees_values():
     """The code for GPUs, with CPU tensors: copies to the host are complete at once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (late, layout):
-            patch.setattr(module, "is_late", lambda t: True)
+        for module in (late_errors, layout):
+            patch.setattr(module, "must_host_wait", lambda t: True)
         yield
 
 

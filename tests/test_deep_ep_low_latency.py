@@ -16,7 +16,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import reference
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.integrations.deep_ep import Buffer
-from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Pool
+from ep_dispatcher.integrations.deep_ep.buffer_pool import BufferPool, DecodeBuffer
 from ep_dispatcher.tools.testing import device_of
 
 HIDDEN, MOST = 512, 24  # a hidden that four exponents fit into; tokens of a rank at most
@@ -292,9 +292,9 @@ def test_a_query_of_masks_receives_nothing(rank: int, case: Case):
 def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
     """On a GPU the hook of what it has sent raises then, each time."""
     late = PeerTimeoutError("dispatch", 1, "rows", rank=1, late_ranks=[1], waited_s=1.0)
-    pool, engine_buffer = Pool(None), mock.Mock()
-    hooked = HookedBuffer(engine_buffer, has_masks=True)
-    pool._in_turn[None] = [hooked]
+    pool, engine_buffer = BufferPool(None), mock.Mock()
+    hooked = DecodeBuffer(engine_buffer, has_masks=True)
+    pool._decode_buffers[None] = [hooked]
     receive = hooked.hook(mock.Mock(hook=mock.Mock(side_effect=late)))
     for _ in range(2):
         with pytest.raises(PeerTimeoutError):
@@ -310,12 +310,12 @@ def test_graphs_of_any_length_beside_eager_ranks(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     with opened(case, dict(EP_DISPATCHER_TIMEOUT_S="10")) as buffer:
         trip_without(buffer, data, rank, case, None)
-        (both,) = buffer._pool._in_turn.values()
-        turn = both[0].turn
-        before = turn[0]
+        (both,) = buffer._pool._decode_buffers.values()
+        turns = both[0].turns
+        before = turns.count
         trip_without(buffer, data, rank, case, None)
         if rank == 1:
-            turn[0] = before
+            turns.count = before
         trip_without(buffer, data, rank, case, None)
 
 

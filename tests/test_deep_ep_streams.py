@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
-from ep_dispatcher.integrations.deep_ep.rows import Rows
+from ep_dispatcher.integrations.deep_ep.row_conversion import Rows
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lib.in_use import lines_in_use
 from lib.round_trip import make_buffer
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations import messages
 from ep_dispatcher.integrations.deep_ep import Buffer, ElasticBuffer, EPBuffer, config, destroy_buffers
 
 HIDDEN, EXPERTS, TOPK, MOST = 128, 4, 2, 8
@@ -24,9 +24,9 @@ HIDDEN, EXPERTS, TOPK, MOST = 128, 4, 2, 8
 def test_the_line_has_the_engine_the_ranks_and_the_wire(rank):
     with make_buffer(ranks_per_node=1) as first, make_buffer() as second:
         with lines_in_use() as said:
-            agree.say_in_use("titan 7.1", first, " (so many facts)")
-            agree.say_in_use("titan 7.1", second)
-            agree.say_in_use("another", second)
+            messages.announce("titan 7.1", first, " (so many facts)")
+            messages.announce("titan 7.1", second)
+            messages.announce("another", second)
         expected = [
             f"ep_dispatcher {ep.__version__} carries the tokens of titan 7.1 (so many facts). First buffer: {first}",
             f"ep_dispatcher {ep.__version__} carries the tokens of another. First buffer: {second}",
@@ -80,12 +80,12 @@ def test_only_the_first_rank_warns_of_arguments_without_effect(rank):
     config.logger.addHandler(handler)
     try:
         for _ in range(2):
-            config.say_once("nothing: accepted, and without effect")
+            config.warn_once("nothing: accepted, and without effect")
     finally:
         config.logger.removeHandler(handler)
     assert said.getvalue().count("ep_dispatcher as deep_ep: nothing") == (rank == 0)
 
 
 def test_a_package_that_is_run_from_its_sources_has_no_version():
-    assert agree.versioned("torch").startswith("torch 2.")
-    assert agree.versioned("no-such-package") == "no-such-package"
+    assert messages.name_and_version("torch").startswith("torch 2.")
+    assert messages.name_and_version("no-such-package") == "no-such-package"

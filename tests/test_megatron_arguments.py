@@ -33,7 +33,7 @@ def parser_of_megatron() -> argparse.ArgumentParser:
 
 
 def settings_of(config) -> list:
-    return [arguments.given(config, name) for name in arguments.ARGUMENTS]
+    return [arguments.setting(config, name) for name in arguments.ARGUMENTS]
 
 
 @on_ranks()
@@ -42,8 +42,8 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert not vars(parser_of_megatron().parse_args([])).keys() - {"moe_flex_dispatcher_backend"}
     register(num_sms=4, max_tokens_per_rank=32)
     config = make_config()
-    assert settings_of(config) == [None, None, None, 4, 32, None, None] and arguments.experts(config) == "auto"
-    assert arguments.experts(make_config("alltoall")) == "megatron"
+    assert settings_of(config) == [None, None, None, 4, 32, None, None] and arguments.experts_mode(config) == "auto"
+    assert arguments.experts_mode(make_config("alltoall")) == "megatron"
     parser = parser_of_megatron()
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
         parser.parse_args(["--help"])
@@ -52,11 +52,11 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     names = [arguments.PREFIX + name for name in arguments.ARGUMENTS]
     assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 8, 64, 9, True]
     args.ep_dispatcher_num_sms = None  # a script may change what it has parsed
-    assert arguments.given(config, "num_sms") == 4
+    assert arguments.setting(config, "num_sms") == 4
     config.ep_dispatcher_num_sms, config.ep_dispatcher_overlap = 12, False
     assert settings_of(config) == ["grouped", 1.5, False, 12, 64, 9, True]
     argparse.ArgumentParser().parse_args([])  # of something else
-    assert arguments.given(make_config(), "experts") == "grouped"
+    assert arguments.setting(make_config(), "experts") == "grouped"
     unregister()
     assert settings_of(make_config()) == [None] * 7
 
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_refused_before_a_layer_is_built(rank: int):
             setattr(config, arguments.PREFIX + name, value)
             text = error_of(functools.partial(make_layer, config))
             assert text.startswith(f"config.ep_dispatcher_{name} is {value!r}, but has to be "), text
-            if arguments.ARGUMENTS[name].kind is not bool and not isinstance(value, bool) and value != "40":
+            if arguments.ARGUMENTS[name].parse is not bool and not isinstance(value, bool) and value != "40":
                 flag = arguments.flag(name)
                 parse = functools.partial(parser_of_megatron().parse_args, [flag, str(value)])
                 text = error_of(parse, argparse.ArgumentError)

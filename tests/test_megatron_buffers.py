@@ -36,9 +36,9 @@ from lib.megatron_layer import (
 from lib.megatron_recompute import MOE, Microbatch
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations import collectives, messages
 from ep_dispatcher.integrations.megatron import destroy_buffers, register, unregister
-from ep_dispatcher.integrations.megatron.dispatcher import buffers, limits
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, megatron_config
 
 LIMIT_S, SLACK_S = 3.0, 20.0
 EP2 = Layout(ep=2)
@@ -97,7 +97,7 @@ def test_layers_share_a_buffer(rank: int):
 
 @on_ranks()
 def test_one_line_says_what_carries_the_tokens(rank: int):
-    agree._in_use.clear()
+    messages._announced.clear()
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         first_forward(rank)
@@ -278,23 +278,23 @@ def test_a_wrapped_group_has_one_buffer_for_each_kind_of_rows(rank: int):
 @on_ranks()
 def test_multiprocessors_are_those_of_the_flags(rank: int):
     for config, wanted in [
-        (SmsOf016(), limits.ALONE_SMS),
-        (SmsOf016(20, 16), limits.ALONE_SMS),
+        (SmsOf016(), megatron_config.ALONE_SMS),
+        (SmsOf016(20, 16), megatron_config.ALONE_SMS),
         (SmsOf016(12, 16), 12),
         (SmsOf016(20, 32), 32),
         (SmsOf016(12, 12), 12),
-        (SmsOf019(), limits.ALONE_SMS),
+        (SmsOf019(), megatron_config.ALONE_SMS),
         (SmsOf019(20), 20),
         (SmsOf019(20, 20), 20),
         (SmsOf019(20, 12, 16), 20),
     ]:
-        assert limits.num_sms(config) == wanted, config
+        assert megatron_config.num_sms(config) == wanted, config
     for overlap in ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "delay_wgrad_compute"):
         config = SmsOf019()
         setattr(config, overlap, True)
-        assert limits.num_sms(config) is None, overlap
+        assert megatron_config.num_sms(config) is None, overlap
     for config, given in ((SmsOf016(12, 32), "'moe_hybridep_num_sms': 32"), (SmsOf016(0), "is 0")):
-        text = error_of(partial(limits.num_sms, config))
+        text = error_of(partial(megatron_config.num_sms, config))
         assert text.startswith("--moe-deepep-num-sms") and given in text, text
 
     def sms_of_a_new_buffer(**settings) -> int | None:
@@ -303,8 +303,8 @@ def test_multiprocessors_are_those_of_the_flags(rank: int):
         return layer.token_dispatcher.buffer.config.num_sms
 
     fields = make_config().__dataclass_fields__
-    flag = next(name for name in limits.SMS_FIELDS if name in fields)
-    assert sms_of_a_new_buffer() == limits.ALONE_SMS, "Megatron's default is another backend's"
+    flag = next(name for name in megatron_config.SMS_FIELDS if name in fields)
+    assert sms_of_a_new_buffer() == megatron_config.ALONE_SMS, "Megatron's default is another backend's"
     assert sms_of_a_new_buffer(**{flag: 12}) == 12
     with environment(num_sms=10):
         assert sms_of_a_new_buffer(**{flag: 12}) == 10, "ours wins over another backend's"
@@ -345,15 +345,15 @@ def test_buffers_grow_under_microbatches_in_flight(rank, may_vary, lengths, expe
 @on_ranks()
 def test_agreements_do_not_go_through_nccl(rank: int, monkeypatch):
     """With a group that takes no tensors on the CPU, as NCCL's: through one of the same ranks that does."""
-    monkeypatch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
-    monkeypatch.setattr(agree, "_of_hosts", {})
+    monkeypatch.setattr(collectives, "_takes_cpu_tensors", lambda group: False)
+    monkeypatch.setattr(collectives, "_gloo_groups", {})
     with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
         layer = make_layer(make_config(variable_seq_lengths=True))
         for lengths in [(12, 4), (3, 20)]:
             forward(layer, rank, lengths[rank])
         assert sizes() == [24, 48]
         group = layer.token_dispatcher.tp_ep_group
-        assert len(agree._of_hosts) == 1 and agree._of_hosts[group] is not group
+        assert len(collectives._gloo_groups) == 1 and collectives._gloo_groups[group] is not group
         started = time.monotonic()
         if rank == 0:
             error = error_of(lambda: forward(layer, rank, 12), ep.PeerTimeoutError)
@@ -366,12 +366,12 @@ def test_agreements_do_not_go_through_nccl(rank: int, monkeypatch):
 def test_an_agreement_ends_where_making_its_group_hangs(rank: int, monkeypatch):
     """A call to a store whose host hangs never returns, and the first agreement with NCCL makes a group."""
     hangs = threading.Event()
-    monkeypatch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
-    monkeypatch.setattr(agree, "_of_hosts", {})
-    monkeypatch.setattr(agree.dist, "new_group", lambda *_, **__: hangs.wait(60))
+    monkeypatch.setattr(collectives, "_takes_cpu_tensors", lambda group: False)
+    monkeypatch.setattr(collectives, "_gloo_groups", {})
+    monkeypatch.setattr(collectives.dist, "new_group", lambda *_, **__: hangs.wait(60))
     tokens, started = torch.ones(1), time.monotonic()
     with environment(EP_DISPATCHER_TIMEOUT_S="1"):
-        reduce = partial(agree.all_reduce, tokens, dist.ReduceOp.MAX, dist.group.WORLD, about="agree")
+        reduce = partial(collectives.all_reduce, tokens, dist.ReduceOp.MAX, dist.group.WORLD, about="agree")
         assert "phase 'agree'" in error_of(reduce, ep.PeerTimeoutError)
     assert time.monotonic() - started < SLACK_S
     hangs.set()

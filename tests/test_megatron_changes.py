@@ -267,7 +267,7 @@ def test_another_expert_in_the_list_is_seen(rank: int):
 
 
 @on_ranks()
-def test_a_quantisation_that_is_set_later_is_seen(rank: int):
+def test_a_quantization_that_is_set_later_is_seen(rank: int):
     with switched_on():
         layer = make_grouped_layer(make_config(**GROUPED))
         outcome(layer, tokens_of(rank))

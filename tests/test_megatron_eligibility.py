@@ -55,19 +55,19 @@ def setting(name, value, owner="config"):
 REASONS = [
     (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
     (setting("fp8", "e4m3"), "fp8 is e4m3 with the recipe delayed, not e4m3 with blockwise"),
-    (clamp_fused, "this Megatron's fused SwiGLU clamps nothing"),
+    (clamp_fused, "activation_func_clamp_value is set, but the fused SwiGLU of this Megatron does not clamp"),
     (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
     (setting("use_te_activation_func", True), "use_te_activation_func is True"),
     (lambda layer: with_graphs(layer.config, "local", "moe"), "CUDA graphs contain the experts"),
     (derive, "its experts are InferenceGroupedMLP"),
     (setting("__class__", Wrapped, FC1), "its linear layers are Wrapped"),
     (setting("lora", torch.nn.Parameter(torch.zeros(1)), FC1), "TEColumnParallelGroupedLinear has other parameters"),
-    (setting("te_quant_params", object(), FC1), "TEColumnParallelGroupedLinear has a quantisation of its own"),
+    (setting("te_quant_params", object(), FC1), "TEColumnParallelGroupedLinear has a quantization of its own"),
     (lambda layer: hook(layer.experts.linear_fc2), "TERowParallelGroupedLinear has hooks (forward_hooks)"),
     (setting("__fsdp_param__", True, f"{FC1}.weight0"), "Megatron's FSDP holds its weights"),
     (lambda layer: layer.experts.linear_fc2.double(), "its weights have different dtypes or devices"),
     (promote_one, "its main_grads have different dtypes"),
-    (strange_wrapper, "its gradients are not those of Megatron's DistributedDataParallel"),
+    (strange_wrapper, "its gradients do not belong to Megatron's DistributedDataParallel"),
 ]
 
 

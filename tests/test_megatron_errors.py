@@ -29,7 +29,7 @@ from lib.megatron_recompute import MOE
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.errors import copy_error
-from ep_dispatcher.integrations.megatron.dispatcher import limits, routing
+from ep_dispatcher.integrations.megatron.dispatcher import rank_capacity, routing
 
 LIMIT_S, SLACK_S = 3.0, 20.0
 
@@ -112,13 +112,13 @@ def test_other_errors_stay_as_they_are(rank: int):
     ):
         assert routing.explained(error, 2) is error
     for error in (ValueError("rank 0 needs 5 rows, but has 4"), repeated):
-        assert limits.explained(error, 4, 8) is error
+        assert rank_capacity.explained(error, 4, 8) is error
     ended = copy_error(checks.too_few_rows_error([(5, 4), (7, 4)]), ". It ends")
-    assert str(limits.explained(ended, 4, 8)).endswith(
+    assert str(rank_capacity.explained(ended, 4, 8)).endswith(
         "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
     )
     padded = checks.too_few_rows_error([(35, 4)])
-    assert "factor 8 is enough" in str(limits.explained(padded, 4, 8)), "never more than the ranks"
+    assert "factor 8 is enough" in str(rank_capacity.explained(padded, 4, 8)), "never more than the ranks"
 
 
 WHERE = {  # the backward of a combine is a dispatch

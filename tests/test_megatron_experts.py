@@ -42,7 +42,7 @@ from lib.megatron_layer import (
 from lib.megatron_layer_cases import CASES, UNEVEN
 from lib.megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
-from ep_dispatcher.integrations.megatron.dispatcher import limits
+from ep_dispatcher.integrations.megatron.dispatcher import rank_capacity
 
 # ---- SequentialMLP --------------------------------------------------------------------------------------------------
 
@@ -127,12 +127,14 @@ def test_limited_rows(rank: int):
 
 
 def test_the_limit_is_never_more_than_ranks_can_send():
-    assert limits.max_rows_by_factor(100, 10, 4, 2, 8) == 4 * 10 * 2
-    assert limits.max_rows_by_factor(100, 10, 4, 8, 2) == 4 * 10 * 2
-    assert limits.max_rows_by_factor(1.01, 10, 4, 2, 8) == 21
-    assert limits.max_rows_by_factor(1.01, 10, 4, 2, 8, 16) == 32
-    assert limits.max_rows_by_factor(100, 10, 4, 2, 8, 16) == 208, "padding of 8 groups, rounded up"
-    assert limits.max_rows_by_factor(4, 10, 4, 2, 8, 16) == 208, "the ranks are enough for any routing, with padding"
+    assert rank_capacity.max_rows_by_factor(100, 10, 4, 2, 8) == 4 * 10 * 2
+    assert rank_capacity.max_rows_by_factor(100, 10, 4, 8, 2) == 4 * 10 * 2
+    assert rank_capacity.max_rows_by_factor(1.01, 10, 4, 2, 8) == 21
+    assert rank_capacity.max_rows_by_factor(1.01, 10, 4, 2, 8, 16) == 32
+    assert rank_capacity.max_rows_by_factor(100, 10, 4, 2, 8, 16) == 208, "padding of 8 groups, rounded up"
+    assert rank_capacity.max_rows_by_factor(4, 10, 4, 2, 8, 16) == 208, (
+        "the ranks are enough for any routing, with padding"
+    )
 
 
 # ---- TEGroupedMLP, with stand-ins for its linear layers -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Experts in FP8: close to bfloat16; weights quantised once a step, never old; rows quantised before the dispatch."""
+"""Experts in FP8: close to bfloat16; weights quantized once a step, never old; rows quantized before the dispatch."""
 
 import contextlib
 import types
@@ -41,8 +41,8 @@ from lib.megatron_main_grad import main_grads
 from lib.megatron_recompute import Microbatch
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron.dispatcher import graphs, handover
-from ep_dispatcher.integrations.megatron.grouped_experts import experts, float8, replaced
+from ep_dispatcher.integrations.megatron.dispatcher import experts_interface, graphs
+from ep_dispatcher.integrations.megatron.grouped_experts import experts, float8, wrappers
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.float8_gemm import quantize_weights
 
@@ -50,7 +50,7 @@ BFLOAT16 = dict(bf16=True, params_dtype=torch.bfloat16)
 
 
 class Float8BlockwiseQTensor(torch.Tensor):
-    """Stands for Transformer Engine's quantised parameter: its attributes, a transposed copy once it is needed."""
+    """Stands for Transformer Engine's quantized parameter: its attributes, a transposed copy once it is needed."""
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor):
@@ -90,7 +90,7 @@ def padded(scales: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4), value=float("nan"))
 
 
-def quantise_parameters(layer) -> None:
+def quantize_parameters(layer) -> None:
     for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
         for name, weight in list(linear._parameters.items()):
             if name.startswith("weight"):
@@ -101,7 +101,7 @@ def make_float8_layer(number: int = 1, parameters: bool = False, dispatcher: str
     """A layer with stand-ins for Transformer Engine's layers, whose configuration says FP8 from now on."""
     layer = make_bfloat16_layer(dispatcher, number, **settings)
     if parameters:
-        quantise_parameters(layer)
+        quantize_parameters(layer)
     config = layer.config
     config.fp8, config.fp8_recipe, config.fp8_param = "e4m3", "blockwise", parameters
     return layer
@@ -125,10 +125,10 @@ def in_float8(mode: str = GROUPED_GEMMS):
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list that gets an entry whenever a layer's weights are quantised."""
-    calls, quantise = [], float8._quantised
+    """Yield a list that gets an entry whenever a layer's weights are quantized."""
+    calls, quantize = [], float8._quantized
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8, "_quantised", lambda given: calls.append(1) or quantise(given))
+        patch.setattr(float8, "_quantized", lambda given: calls.append(1) or quantize(given))
         yield calls
 
 
@@ -172,7 +172,7 @@ def assert_close(got: dict, wanted: dict, low: float = 0.002, high: float = 0.1)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("parameters", [exhaustive(False), True], ids=["bfloat16 weights", "quantised weights"])
+@pytest.mark.parametrize("parameters", [exhaustive(False), True], ids=["bfloat16 weights", "quantized weights"])
 @on_ranks(4)
 def test_a_layer_is_close_to_bfloat16(rank, layout, dispatcher, settings, mode, parameters):
     sizes = {name: size for name, size in settings.items() if name == "moe_ffn_hidden_size"}
@@ -203,7 +203,7 @@ def test_families(rank: int, name: str):
     assert sent[0][0] == (torch.bfloat16 if "input" in name else torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantised weights"])
+@pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantized weights"])
 @MODES
 @on_ranks(4)
 def test_gradients_reach_main_grad_in_float32(rank, mode, parameters):
@@ -241,7 +241,7 @@ def test_losses_of_several_steps_stay_close(rank: int):
 @MODES
 @on_ranks()
 def test_a_recompute_is_the_same(rank, mode):
-    """It uses the plan and the weights of its forward pass, and sends quantised rows again."""
+    """It uses the plan and the weights of its forward pass, and sends quantized rows again."""
     with in_float8(mode), counted() as calls, dispatched() as sent:
         layer = make_float8_layer()
         wanted = outcome(layer, bfloat16_tokens(rank))
@@ -265,7 +265,7 @@ def test_nodes_of_the_overlap_schedule(rank: int):
             sent = steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
             given = [t.detach().requires_grad_() for t in sent] if cut else sent
             rows, counts, row_probs = steps.dispatch_postprocess(*given)
-            assert isinstance(counts, handover.Quantized) and rows.untyped_storage().nbytes() == 2
+            assert isinstance(counts, experts_interface.QuantizedInput) and rows.untyped_storage().nbytes() == 2
             out = steps.combine_postprocess(steps.token_combine(layer.experts(rows, counts, row_probs)[0]))
             out.backward(random(*out.shape, seed=7, dtype=out.dtype))
             if cut:
@@ -278,7 +278,7 @@ def test_nodes_of_the_overlap_schedule(rank: int):
 
 
 @on_ranks()
-def test_weights_are_quantised_once_a_step_and_are_never_old(rank: int, monkeypatch):
+def test_weights_are_quantized_once_a_step_and_are_never_old(rank: int, monkeypatch):
     """Whatever renews them: the result is that of a new layer with the same weights."""
 
     x = bfloat16_tokens(rank)
@@ -317,7 +317,7 @@ def test_weights_are_quantised_once_a_step_and_are_never_old(rank: int, monkeypa
         without_a_trace(0.5)
         handle.remove()
         expect(1)
-        # A capture keeps nothing, and each of its passes quantises.
+        # A capture keeps nothing, and each of its passes quantizes.
         monkeypatch.setattr(graphs, "stream_is_captured", lambda: True)
         expect(3)
         monkeypatch.undo()
@@ -343,7 +343,7 @@ def plain_matrices():
             module.config.fp8 = recipe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TEGroupedMLP, "forward", replaced.run_grouped(run))
+        patch.setattr(TEGroupedMLP, "forward", wrappers.wrap_experts_forward(run))
         yield
 
 
@@ -361,12 +361,12 @@ def test_a_backward_reads_the_weights_of_its_forward(rank: int):
 
 
 @on_ranks()
-def test_quantised_parameters_are_read_where_they_lie(rank: int):
+def test_quantized_parameters_are_read_where_they_lie(rank: int):
     with in_float8(), counted() as calls:
         layer = make_float8_layer(parameters=True)
         layer(bfloat16_tokens(rank))
         one = experts.experts_of(layer.experts)
-        weight, (w1, _) = layer.experts.linear_fc1.weight1, one.weights._kept
+        weight, (w1, _) = layer.experts.linear_fc1.weight1, one.weights._quantized
         read = [field[1].data_ptr() for field in w1]
         names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
         assert read == [getattr(weight, name).data_ptr() for name in names] and not calls
@@ -400,8 +400,8 @@ def test_rows_of_experts_in_fp8_are_not_padded(rank: int):
 
 @MODES
 @on_ranks()
-def test_experts_of_one_rank_that_change_get_dequantised_rows(rank, mode):
-    """All ranks go on to quantise. Experts with a hook of their own see rows, those run by Megatron multiply them."""
+def test_experts_of_one_rank_that_change_get_dequantized_rows(rank, mode):
+    """All ranks go on to quantize. Experts with a hook of their own see rows, those run by Megatron multiply them."""
     with in_float8(mode) as printed, dispatched() as sent, plain_matrices():
         layer = make_float8_layer()
         wanted = outcome(layer, bfloat16_tokens(rank))
@@ -420,17 +420,17 @@ def test_experts_of_one_rank_that_change_get_dequantised_rows(rank, mode):
 
 
 @on_ranks(4, EP4)
-def test_all_ranks_quantise_or_none(rank: int):
-    """A hook on the experts of one rank wants rows: all send bfloat16, and their experts quantise them."""
+def test_all_ranks_quantize_or_none(rank: int):
+    """A hook on the experts of one rank wants rows: all send bfloat16, and their experts quantize them."""
     with in_float8() as printed, dispatched() as sent:
         wanted = step(make_float8_layer(), bfloat16_tokens(rank))
         other = make_float8_layer(2)
         if rank == 2:
             hook(other.experts)
-        for _ in range(2):  # quantising twice changes nothing
+        for _ in range(2):  # quantizing twice changes nothing
             assert_same_bits(step(other, bfloat16_tokens(rank)), wanted)
     assert [dtype for dtype, _ in sent] == [torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16]
-    text = "the ranks of layer 2 do not dispatch quantised rows: 1 of 4 ranks cannot, the first is rank 2"
+    text = "the ranks of layer 2 do not dispatch quantized rows: 1 of 4 ranks cannot, the first is rank 2"
     assert printed.getvalue().splitlines().count(f"ep_dispatcher: {text}") == (rank == 0)
 
 
@@ -443,16 +443,16 @@ def test_layers_are_named_with_their_reasons(rank: int):
         return lambda layer: [setattr(layer.config, name, value) for name, value in settings.items()]
 
     def mix(layer):
-        quantise_parameters(layer)
+        quantize_parameters(layer)
         for name, weight in layer.experts.linear_fc1._parameters.items():
             layer.experts.linear_fc1._parameters[name] = torch.nn.Parameter(weight.dequantize())
 
     def scale_rows(layer):
-        quantise_parameters(layer)
+        quantize_parameters(layer)
         layer.experts.linear_fc1.weight0._is_2D_scaled = False
 
     def capture(layer):
-        quantise_parameters(layer)
+        quantize_parameters(layer)
         with_graphs(layer.config, "local", "attn")
 
     recipe = "fp8 is {} with the recipe {}, not e4m3 with blockwise".format
@@ -463,9 +463,9 @@ def test_layers_are_named_with_their_reasons(rank: int):
         (change(fp8_recipe="mxfp8"), recipe("e4m3", "mxfp8")),
         (change(fp8=None, fp4="e2m1"), "fp4 is e2m1"),
         (lambda layer: layer.experts.float(), "params_dtype is torch.float32 in FP8"),
-        (mix, "some of its weights are quantised"),
-        (scale_rows, "its weights have scales for 1 x 128"),
-        (capture, "CUDA graphs may contain its quantised weights, whose copies this Transformer Engine throws away"),
+        (mix, "some of its weights are quantized"),
+        (scale_rows, "its weights have scales for blocks of 1 x 128"),
+        (capture, "CUDA graphs may contain its quantized weights, whose copies this Transformer Engine throws away"),
     ]
     with in_float8() as printed:
         layers = []
@@ -484,12 +484,12 @@ def test_layers_are_named_with_their_reasons(rank: int):
         line = said(printed)
     assert grouped == [False] * 10 + [True] * 4
     assert [one.is_float8 for one in ones[10:]] == [False, True, True, False]
-    assert [one.can_take_quantised for one in ones[10:]] == [False, True, True, False]
+    assert [one.can_take_quantized for one in ones[10:]] == [False, True, True, False]
     if rank == 0:
         head, _, others = line.partition(". Megatron's own way: ")
         assert "4 of 14 MoE layers in grouped GEMMs, 2 of them in FP8" in head
         wanted = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(reasons, 1)]
-        wanted.append("layer 10: its weights are no multiples of 16 in FP8")
+        wanted.append("layer 10: sizes of its weights are not multiples of 16, as FP8 needs")
         assert others.split("; ") == wanted, others
     with in_float8(), environment(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"):
         layer = make_float8_layer(dispatcher="alltoall")

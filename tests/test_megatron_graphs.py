@@ -31,7 +31,7 @@ from lib.megatron_layer import (
 from lib.megatron_main_grad import ddp_of, iterations, main_grads
 
 from ep_dispatcher import te_version
-from ep_dispatcher.integrations.megatron.dispatcher import buffers, graphs, limits, registration, skipped_step
+from ep_dispatcher.integrations.megatron.dispatcher import buffers, graphs, megatron_config, registration, skipped_step
 from ep_dispatcher.integrations.megatron.grouped_experts.experts import experts_of, is_grouped
 from ep_dispatcher.moe import grouped_gemm
 
@@ -219,10 +219,10 @@ def test_errors_are_looked_for_after_a_step(rank: int, monkeypatch):
     wrapper = FullCudaGraphWrapper(whole_step, cuda_graph_warmup_steps=10)
     own = schedules.get_forward_backward_func()
     assert own.__wrapped__ is schedules.forward_backward_no_pipelining
-    checked = skipped_step.watch(whole_step)
+    checked = skipped_step.wrap_schedule(whole_step)
     assert own.__code__ is checked.__code__, "registered"
     assert inspect.signature(own) == inspect.signature(own.__wrapped__)
-    monkeypatch.setattr(registration.part(graphs.Graphs), "are_used", False)
+    monkeypatch.setattr(registration.process_wide(graphs.Graphs), "are_used", False)
     with environment(**LIMIT), switched_on():
         layer = make_layer(make_config())
         layer(tokens_of(rank))
@@ -299,8 +299,8 @@ def test_what_layers_in_graphs_need(rank: int):
         ("full_iteration", (), False),
     ):
         config = with_graphs(make_config(), impl, *modules)
-        assert limits.can_capture_layers(config) is of_layers, (impl, modules)
-        assert limits.can_capture_experts(config) is (of_layers or impl == "full_iteration")
+        assert megatron_config.can_capture_layers(config) is of_layers, (impl, modules)
+        assert megatron_config.can_capture_experts(config) is (of_layers or impl == "full_iteration")
 
 
 @ON_CPU
@@ -397,7 +397,7 @@ def test_graphs_of_an_old_transformer_engine_keep_gradients(rank: int, monkeypat
             return make_config(**hit | graphed | other).disable_parameter_transpose_cache
 
     printed = io.StringIO()
-    registration.part(graphs.Graphs).has_said_kept = False
+    registration.process_wide(graphs.Graphs).has_printed_keep_gradients = False
     assert is_set() and is_set() and is_set("2.13.0") and is_set(params_dtype=torch.float16, bf16=False, fp16=True)
     assert printed.getvalue().count("Transformer Engine 2.12.0") == printed.getvalue().count("\n") == (rank == 0)
     assert is_set(disable_parameter_transpose_cache=True, cuda_graph_impl="none"), "the user's own"

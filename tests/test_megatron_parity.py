@@ -19,7 +19,7 @@ from ep_dispatcher.tools.testing import RankPool
 MODULE = "ep_dispatcher.integrations.megatron.parity"
 EXPERTS = ["gradient of experts.*.linear_fc1.weight", "gradient of experts.*.linear_fc2.weight"]
 SAME = "the same within rounding: ep_dispatcher and "
-NOT_AS_GIVEN = " This is not the layer as given: {} point(s) above, after 'Not as given'."
+NOT_AS_GIVEN = " This is not the layer as given: see {} point(s) above, after 'Not as given'."
 FUSED = NOT_AS_GIVEN.format(1)  # no activation is fused on a CPU
 # Small, without the time of compiling or measuring anything.
 SIZES = ["--hidden-size", "32", "--seq-length", "16", "--timed-steps", "0"]
@@ -96,7 +96,7 @@ SHARED = """--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-p
     [
         exhaustive(SHARED, ("gradient of shared_experts.linear_fc2.weight", "moe_expert_capacity_factor 1.0")),
         ("--expert-tensor-parallel-size 2 --recompute-granularity full", ("MoEAllGatherTokenDispatcher",)),
-        exhaustive("--uneven-tokens --steps 3", ("up to 32 tokens a rank",)),
+        exhaustive("--uneven-tokens --steps 3", ("up to 32 tokens per rank",)),
         ("--ep-dispatcher-experts grouped", (GROUPED,)),  # ours alone: Megatron's layer is what it is compared with
         exhaustive("--bf16 --ep-dispatcher-experts grouped", (GROUPED,)),
         ("--timed-steps 1 --profiled-steps 1 --ep-dispatcher-overlap", ("without its experts", "token_combine")),
@@ -199,7 +199,7 @@ def test_a_wrong_dispatcher_is_found(parity, bug, flags, found):
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])
 def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
-    """Transformer Engine's layers quantise nothing outside of it."""
+    """Transformer Engine's layers quantize nothing outside of it."""
     from megatron.core import fp4_utils, fp8_utils
 
     from ep_dispatcher.tools.parity import compare as parity
@@ -288,12 +288,12 @@ def test_flags_of_a_training_job_are_accepted_and_named(parity):
     recompute = "--recompute-granularity selective --recompute-modules core_attn moe moe_act"
     code, output = parity(*job.split(), "--moe-grouped-gemm", *recompute.split())
     shown = " ".join(output.split())
-    assert code == 0 and "not of an MoE layer: --lr, --num-layers Given, and unknown" in shown
+    assert code == 0 and "not of an MoE layer: --lr, --num-layers Given, but unknown" in shown
     unknown = "Flags that were ignored because they are unknown: --data-path, --no-load-rng"
     assert verdict(output) == SAME + "alltoall" + NOT_AS_GIVEN.format(5) + " " + unknown
     for change in ("--moe-grouped-gemm", "--recompute-modules moe_act", "--recompute-modules core_attn"):
         assert f"{change} left out" in shown
-    assert "--delay-wgrad-compute: the layer runs without" in shown and "recompute_modules moe," in shown
+    assert "--delay-wgrad-compute: the layer runs without it" in shown and "recompute_modules moe," in shown
 
 
 def test_flags_of_megatrons_training_and_of_the_script_are_known(tmp_path, monkeypatch):

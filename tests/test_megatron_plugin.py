@@ -32,7 +32,7 @@ from lib.megatron_layer import (
 )
 
 from ep_dispatcher.integrations.megatron import plugin, register, unregister
-from ep_dispatcher.integrations.megatron.dispatcher import limits, registration
+from ep_dispatcher.integrations.megatron.dispatcher import megatron_config, registration
 
 MODULE = "ep_dispatcher.integrations.megatron"
 
@@ -409,7 +409,7 @@ def test_experts_do_not_pad_again(rank: int):
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
         for config, is_ours in ((make_config(), True), (make_config("alltoall"), False)):
             for is_padded in (True, False):
-                with backend_name.of_padded_rows(config, is_padded):
+                with backend_name.rows_arrive_padded(config, is_padded):
                     assert experts.skip_routed_expert_padding(config) is (is_ours and is_padded)
         assert make_config().moe_flex_dispatcher_backend == OURS
 
@@ -430,7 +430,7 @@ def test_what_cannot_be_supported_is_refused_by_its_flag_when_the_layer_is_built
     with plain_latent_projections():
         refused("--moe-latent-size is", moe_latent_size=18)
     make_layer(make_config(num_moe_experts=64, moe_router_topk=64))
-    text = error_of(lambda: limits.check(make_config(), 3, expert_tp=1, num_ranks=2))
+    text = error_of(lambda: megatron_config.check(make_config(), 3, expert_tp=1, num_ranks=2))
     assert text.startswith("--num-experts 8 cannot be divided")
     use_layout(Layout(ep=1, etp=2))
     refused("--moe-router-topk is 33 x --expert-tensor-parallel-size 2", num_moe_experts=64, moe_router_topk=33)
@@ -442,7 +442,7 @@ def test_fields_that_would_be_ignored_are_refused_by_their_flags(rank: int, monk
     """Fields that this dispatcher would ignore. A Megatron without one of them gets it for this test."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    values = {name: 64 if "num" in name else True for name in limits.UNSUPPORTED}
+    values = {name: 64 if "num" in name else True for name in megatron_config.UNSUPPORTED}
     assert len(values) >= 6
     for name, value in values.items():
         if name not in TransformerConfig.__dataclass_fields__:

@@ -39,7 +39,7 @@ def test_each_time_goes_to_the_step_that_it_belongs_to():
         event("add", 45, 46, on="CUDA"),
         event("mm", 90, 101, on="CUDA"),
     ]
-    found = profile.summarise(one_pass, 1)
+    found = profile.summarize(one_pass, 1)
     assert found.steps["router"] == Times(host=10, waits=0, kernels=4)
     assert found.steps["token_dispatch"] == Times(host=20, waits=8, kernels=20)
     assert found.steps["rest of forward"] == Times(host=20, waits=0, kernels=1)
@@ -47,9 +47,9 @@ def test_each_time_goes_to_the_step_that_it_belongs_to():
     assert found.steps["whole"] == Times(host=100, waits=8, kernels=36)
     assert found.steps["experts"] == Times()
     assert found.idle == 10 + 16 + 40
-    assert profile.summarise([*one_pass, *one_pass], 2).steps == found.steps
+    assert profile.summarize([*one_pass, *one_pass], 2).steps == found.steps
     # A recompute runs the router again, in the backward.
-    again = profile.summarise([*one_pass, event(PREFIX + "router", 55, 58)], 1)
+    again = profile.summarize([*one_pass, event(PREFIX + "router", 55, 58)], 1)
     assert again.steps["router"].host == 13 and again.steps["rest of forward"] == found.steps["rest of forward"]
     shown = profile.table({"alltoall": found, "ep_dispatcher": found})
     assert "token_dispatch" in shown and "the device ran nothing for 66 us with alltoall" in shown

@@ -32,8 +32,14 @@ from lib.megatron_training import (
 
 from ep_dispatcher.errors import TooFewRowsError
 from ep_dispatcher.integrations.megatron import skipped_steps
-from ep_dispatcher.integrations.megatron.dispatcher import buffers, capacity, graphs, limits, registration, skipped_step
-from ep_dispatcher.integrations.megatron.dispatcher.capacity import Overflow
+from ep_dispatcher.integrations.megatron.dispatcher import (
+    buffers,
+    graphs,
+    rank_capacity,
+    registration,
+    skipped_step,
+)
+from ep_dispatcher.integrations.megatron.dispatcher.rank_capacity import Overflow
 
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
 ON_GPU = pytest.mark.skipif(not on_gpu(), reason="CUDA graphs need GPUs: EP_DISPATCHER_ENGINE=cuda")
@@ -122,7 +128,7 @@ def run_job(
             else:
                 success, norm, zeros = optimizer.step()
             job.succeeded.append(success)
-            job.factors.append(capacity.job().grown)
+            job.factors.append(rank_capacity.state().grown_factor)
             logged = logged_values()
             if success:
                 assert norm > 0 and zeros is not None
@@ -269,7 +275,11 @@ def test_evaluations_and_loops_of_ones_own(rank: int):
         with torch.no_grad():
             text = run(of.schedule, forward_only=True)
         assert "evaluation" in text and f"{FACTOR} 2 is enough" in text
-        assert capacity.job().pending is None and capacity.job().grown == 0 and skipped_steps() == 0
+        assert (
+            rank_capacity.state().pending_error is None
+            and rank_capacity.state().grown_factor == 0
+            and skipped_steps() == 0
+        )
         other = torch.optim.SGD(of.model.parameters(), lr=1.0)
         of.schedule()
         weights = [weight.detach().clone() for weight in of.model.parameters()]
@@ -303,10 +313,10 @@ def test_other_errors_are_raised(rank: int):
 
     with training() as of:
         error_of(lambda: of.schedule(forward_step_func=broken), Fault)
-        assert capacity.job().found is None
+        assert rank_capacity.state().overflows is None
         of.skew.share = ALL
         of.schedule()
-        assert skipped_steps() == 1 and capacity.job().grown == 2
+        assert skipped_steps() == 1 and rank_capacity.state().grown_factor == 2
         assert of.optimizer.step() == (False, None, None)
 
 
@@ -327,17 +337,17 @@ def test_weights_are_not_clipped_by_logits_of_a_skipped_step(rank: int):
 @ON_CPU
 @on_ranks(2)
 def test_histories_of_float8_are_named(rank: int):
-    """Amax histories of delayed scaling are not put back, and the line says so."""
+    """Amax histories of delayed scaling are not restored, and the line says so."""
     module = types.SimpleNamespace(config=types.SimpleNamespace(fp8="hybrid", fp8_recipe="delayed"))
     assert skipped_step._is_scaled_with_delay(module)
     module.config.fp8_recipe = "blockwise"
     assert not skipped_step._is_scaled_with_delay(module)
     with training() as of:
         of.schedule()
-        capacity.job().models[of.model].keeps_amaxes = True
+        rank_capacity.state().model_facts[of.model].keeps_amaxes = True
         of.skew.share = ALL
         of.schedule()
-        assert rank > 0 or "Amax histories of FP8 have seen this step" in lines_of(of.printed.getvalue())[0]
+        assert rank > 0 or "amax histories of FP8 include this step" in lines_of(of.printed.getvalue())[0]
 
 
 @ON_CPU
@@ -346,7 +356,7 @@ def test_a_capacity_that_does_not_reach_a_layer_is_an_error(rank: int, monkeypat
     """Where a layer keeps its rows, as in graphs that cannot be captured again, not every step is skipped."""
     with training() as of:
         of.skew.share = ALL
-        monkeypatch.setattr(limits, "max_rows_by_factor", lambda *given: 150)
+        monkeypatch.setattr(rank_capacity, "max_rows_by_factor", lambda *given: 150)
         of.schedule()
         of.optimizer.step()
         text = error_of(of.schedule, RuntimeError)
@@ -387,15 +397,15 @@ def test_graphs_are_captured_again(rank: int, monkeypatch):
     from megatron.core.transformer import cuda_graphs
 
     create = cuda_graphs.TECudaGraphHelper.create_cudagraphs
-    assert create.__code__ is graphs.note_helper(Helper.create_cudagraphs).__code__, "registered"
-    monkeypatch.setattr(registration.part(graphs.Graphs), "are_used", True)
+    assert create.__code__ is graphs.wrap_create_cudagraphs(Helper.create_cudagraphs).__code__, "registered"
+    monkeypatch.setattr(registration.process_wide(graphs.Graphs), "are_used", True)
     with training(use_distributed_optimizer=True, overlap_param_gather=True, num_microbatches=1) as of:
         model = of.model
         helper, manager = Helper(model), torch.nn.Module.__new__(cuda_graphs.CudaGraphManager)
         torch.nn.Module.__init__(manager)
         model.disable_forward_pre_hook(param_sync=False)
         model.module.manager, manager.cudagraph_runners = manager, ["captured"]
-        graphs.note_helper(Helper.create_cudagraphs)(helper)
+        graphs.wrap_create_cudagraphs(Helper.create_cudagraphs)(helper)
         model.enable_forward_pre_hook()
         monkeypatch.setitem(Whole.cuda_graph, "training", "captured")
         monkeypatch.setitem(Whole.result, "training", "a result")
@@ -460,10 +470,10 @@ def test_an_optimizer_in_a_cuda_graph_skips_too(rank: int, skipped: int, monkeyp
         for number in range(6):
             of.model.zero_grad_buffer()
             of.skew.share = ALL if number == skipped else 0.0
-            kept = capacity.job().kept
+            kept = rank_capacity.state().saved
             of.schedule()
-            assert capacity.job().kept is not kept, "what this step may have to put back, not an earlier one"
-            assert capacity.job().last_was_skipped is (number == skipped + 1)
+            assert rank_capacity.state().saved is not kept, "what this step may have to put back, not an earlier one"
+            assert rank_capacity.state().last_was_skipped is (number == skipped + 1)
             found.append(step()[0])
         assert found == [number != skipped for number in range(6)]
         assert step.num_captures == 1 and step.replays == 4
@@ -516,9 +526,9 @@ def test_a_step_of_replays_is_skipped(rank: int):
         step_of_layer(layer, x.clone())
         forget_grads(layer)
         captured, optimizer = Captured(), Optimizer(None, None)
-        graphs.note_helper(Captured.create_cudagraphs)(captured)
+        graphs.wrap_create_cudagraphs(Captured.create_cudagraphs)(captured)
 
-        @skipped_step.watch
+        @skipped_step.wrap_schedule
         def schedule(model, given, forward_only=False):
             out = captured.layer(given)
             (out * random_tensor(*given.shape, seed=7, dtype=out.dtype)).sum().backward()
@@ -534,7 +544,7 @@ def test_a_step_of_replays_is_skipped(rank: int):
             weight[:2] = 1
         run(given=alike.requires_grad_())
         assert captured.layer is None and optimizer.step() == (False, None, None)
-        assert skipped_steps() == 1 and capacity.job().grown == 2 and optimizer.num_steps == 1
+        assert skipped_steps() == 1 and rank_capacity.state().grown_factor == 2 and optimizer.num_steps == 1
         assert len(lines_of(printed.getvalue())) == (rank == 0)
         with torch.no_grad():
             weight.copy_(kept)

@@ -25,7 +25,7 @@ from ep_dispatcher.engines.late_ranks import find_late_ranks
 from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.gloo import is_closed, wait_limit
-from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations import collectives
 from ep_dispatcher.stores import STORE_GONE, wait_for
 
 SHORT = timedelta(milliseconds=200)
@@ -253,14 +253,14 @@ def test_a_peer_is_killed_while_it_connects(rank):
 def test_a_peer_is_killed_in_an_agreement(rank):
     """Before it come errors that only sound as if a peer were late: they are raised as they are."""
     tensor, group = torch.ones(2, dtype=torch.int64), dist.group.WORLD
-    reduce = partial(agree.all_reduce, tensor, dist.ReduceOp.SUM, group, about="test")
+    reduce = partial(collectives.all_reduce, tensor, dist.ReduceOp.SUM, group, about="test")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EP_DISPATCHER_TIMEOUT_S", str(LONG_S))
         reduce()
         assert tensor.tolist() == [3, 3]
         for error in map(RuntimeError, TEXTS):
             with pytest.MonkeyPatch.context() as failing:
-                failing.setattr(agree.dist, "all_reduce", mock.Mock(side_effect=error))
+                failing.setattr(collectives.dist, "all_reduce", mock.Mock(side_effect=error))
                 assert error_of(reduce) is error
         reduce()
         if rank == 1:

@@ -15,7 +15,7 @@ from ep_dispatcher import errors
 # Each imports more modules of the package than a user does; none of them may be listed.
 LIST_NAMES = """
 import importlib
-import ep_dispatcher.tools.testing, ep_dispatcher.integrations.agree
+import ep_dispatcher.tools.testing, ep_dispatcher.integrations.collectives
 module = importlib.import_module({name!r})
 print(*dir(module))
 print(*sorted(module.__all__))

@@ -1,12 +1,12 @@
-"""What all ranks of a training job have counted, for its logs. No host waits: a step's figures come in a later one.
+"""Sums the statistics of all ranks of a training job, for its logs. No host waits: results arrive in a later step.
 
     sums = JobSums()
     sums.grow(num_layers + 1, num_experts)
     sums.start(buffer)
-    sums.begin(steps=1)      # all ranks, after a step: a sum over the job, beside what the GPU does next
+    sums.begin(steps=1)      # all ranks, after a step: begins a sum over the job, while the GPU goes on
     found = sums.newest()    # JobStats of earlier steps, or None
 
-Ranks may get a sum at different times, so it must not decide about what they do together.
+Ranks may get a sum at different times, so no collective decision may depend on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.integrations.agree import job_device
+from ep_dispatcher.integrations.collectives import job_device
 from ep_dispatcher.statistics import NUM_LABELS, HostCopy, Totals, follow
 
 _PREFIX = "ep_dispatcher/"
@@ -39,8 +39,8 @@ class JobStats:
     experts     [labels, experts of the largest buffer]: tokens of each expert, of all its replicas
     waited_for  [ranks of the job]: nanoseconds that other ranks have waited for each rank, all of them together
     waited      [ranks of the job]: nanoseconds that each rank has waited, for the rank that it has waited for most in
-                dispatches, and the same in combines: waits for several ranks overlap, so this is the least it can be
-    groups      [ranks of the job]: the number of each rank's expert-parallel group; -1: it has none
+                dispatches, plus the same for combines. Waits for several ranks overlap, so this is a lower bound
+    groups      [ranks of the job]: the number of each rank's expert-parallel group; -1 if it has none
     """
 
     steps: int
@@ -51,7 +51,7 @@ class JobStats:
     groups: Tensor
 
     def rank_imbalance(self) -> Tensor:
-        """Return rows of the busiest rank over the mean rank: float64 [labels, groups], NaN where there are no rows.
+        """Return the rows of the busiest rank divided by the mean: float64 [labels, groups], NaN without rows.
 
         The busiest rank of a group decides how long its layer takes.
         """
@@ -63,7 +63,7 @@ class JobStats:
         return found
 
     def expert_imbalance(self) -> Tensor:
-        """Return tokens of the busiest expert over the mean one: float64 [labels], NaN where there are no tokens."""
+        """Return the tokens of the busiest expert divided by the mean: float64 [labels], NaN where there are none."""
         experts = self.experts.double()
         return experts.amax(1) / experts.mean(1)
 
@@ -91,13 +91,13 @@ class _Sum(NamedTuple):
     steps: int
     sizes: list[int]
     num_labels: int
-    summed: Tensor  # kept until its copy is here
+    summed: Tensor  # kept alive until its copy has arrived
     copy: HostCopy
 
 
 @dataclass
-class _Seen:
-    """What a buffer had counted at the last sum, and the ranks of the job in its group, both on its device."""
+class _Counted:
+    """The counts of a buffer at the last sum, and the job's ranks in its group. Both are on the buffer's device."""
 
     totals: Tensor
     ranks: Tensor
@@ -108,25 +108,25 @@ class JobSums:
 
     def __init__(self) -> None:
         self._num_labels = self._num_experts = 0
-        self._seen: WeakKeyDictionary[Buffer, _Seen] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[Buffer, _Counted] = WeakKeyDictionary()
         self._pending: deque[_Sum] = deque()
         self._stream: torch.cuda.Stream | None = None
 
     def grow(self, num_labels: int, num_experts: int) -> None:
-        """Have room for labels smaller than ``num_labels``, and for buffers with so many experts.
+        """Make room for labels below ``num_labels``, and for buffers with up to ``num_experts`` experts.
 
-        Tokens of other labels are left out, and so are larger buffers: a sum is to fail on no rank alone.
+        Tokens with other labels are left out, and so are larger buffers, because a sum must not fail on one rank alone.
         """
         self._num_labels = max(self._num_labels, min(num_labels, NUM_LABELS))
         self._num_experts = max(self._num_experts, num_experts)
 
     def start(self, buffer: Buffer) -> None:
-        """Count what a buffer does from now on, unless it has started. CUDA graphs count if they are captured later."""
-        if buffer not in self._seen:
+        """Count what a buffer does from now on. CUDA graphs count only if they are captured later."""
+        if buffer not in self._counted:
             ranks = torch.tensor(dist.get_process_group_ranks(buffer.config.group), dtype=torch.int64, device="cpu")
             if buffer.device.type == "cuda":
                 ranks = ranks.pin_memory().to(buffer.device, non_blocking=True)
-            self._seen[buffer] = _Seen(_copy_of_totals(buffer), ranks)
+            self._counted[buffer] = _Counted(_copy_of_totals(buffer), ranks)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class JobSums:
         yield
         for buffer in self._living():
             if buffer in before:
-                self._seen[buffer].totals += _copy_of_totals(buffer) - before[buffer]
+                self._counted[buffer].totals += _copy_of_totals(buffer) - before[buffer]
 
     def begin(self, steps: int) -> None:
         """Sum what the started buffers have counted since the last call, which was ``steps`` steps ago. Collective.
@@ -164,27 +164,27 @@ class JobSums:
         if not arrived:
             return None
         last = arrived[-1]
-        alike = [one for one in arrived if one.sizes == last.sizes]
-        added = torch.stack([one.copy.values for one in alike]).sum(0)
+        same_sizes = [one for one in arrived if one.sizes == last.sizes]
+        added = torch.stack([one.copy.values for one in same_sizes]).sum(0)
         rows, experts, waited_for, waited, _ = added.split(last.sizes)
-        leaders = last.copy.values.split(last.sizes)[-1]  # no number of anything
+        leaders = last.copy.values.split(last.sizes)[-1]  # these are not counts, so they are not added up
         numbers = {leader: number for number, leader in enumerate(leaders[leaders > 0].unique().tolist())}
         groups = torch.tensor([numbers.get(leader, -1) for leader in leaders.tolist()], dtype=torch.int64, device="cpu")
         rows, experts = (counts.view(last.num_labels, -1) for counts in (rows, experts))
-        return JobStats(sum(one.steps for one in alike), rows, experts, waited_for, waited, groups)
+        return JobStats(sum(one.steps for one in same_sizes), rows, experts, waited_for, waited, groups)
 
     def _living(self) -> list[Buffer]:
-        return [buffer for buffer in list(self._seen) if not buffer.is_destroyed]
+        return [buffer for buffer in list(self._counted) if not buffer.is_destroyed]
 
     def _add(
         self, buffer: Buffer, rows: Tensor, experts: Tensor, waited_for: Tensor, waited: Tensor, leaders: Tensor
     ) -> None:
         """Add what a buffer has counted to this rank's part of the sum."""
-        config, seen, totals = buffer.config, self._seen[buffer], _copy_of_totals(buffer)
+        config, counted, totals = buffer.config, self._counted[buffer], _copy_of_totals(buffer)
         assert buffer.totals is not None
-        counted, seen.totals = totals - seen.totals, totals
-        tokens, *waits = buffer.totals.parts(counted.to(rows.device))
-        ranks = seen.ranks.to(rows.device)
+        new, counted.totals = totals - counted.totals, totals
+        tokens, *waits = buffer.totals.parts(new.to(rows.device))
+        ranks = counted.ranks.to(rows.device)
         tokens, num_local, own = tokens[: self._num_labels], config.num_local_experts, dist.get_rank()
         first = config.topology.rank * num_local
         rows.view(len(tokens), -1)[:, own] += tokens.sum(1)

@@ -1,16 +1,16 @@
-"""torchtitan: tokens between experts go through this engine, in the place of any of its expert-parallel backends.
+"""A token dispatcher for torchtitan, in place of any of its expert-parallel backends.
 
     torchrun ... -m torchtitan.train --module deepseek_v3 --config ... --override.imports \\
         ep_dispatcher.integrations.torchtitan.token_dispatcher ep_dispatcher.integrations.torchtitan.selective_ac
 
-full_ac is selective_ac's twin for full activation checkpointing. metrics adds imbalance and waits to the metrics that
-torchtitan logs.
+full_ac does for full activation checkpointing what selective_ac does for selective checkpointing. metrics adds
+imbalance and waits to the metrics that torchtitan logs.
 
     dispatch    ep.dispatch: rows grouped by local expert, with the score of each
     combine     scores times expert outputs in float32, rounded to the dtype of the rows; ep.combine sums them
 
-An option follows its target: ``...token_dispatcher={"non_blocking_capacity_factor": 0.5}``. Arguments have torchtitan's
-names.
+Options are appended to the target: ``...token_dispatcher={"non_blocking_capacity_factor": 0.5}``. Arguments have the
+names that torchtitan gives them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.buffer import find_buffer, planned_buffer
 from ep_dispatcher.errors import TooFewRowsError, copy_error
-from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations import collectives, messages
 from ep_dispatcher.integrations.job_stats import JobSums
 from ep_dispatcher.observers import is_observed
 from ep_dispatcher.wording import Wording
@@ -147,7 +147,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         self.alignment = config.pad_multiple or 1
         self.buffers: dict[tuple[int, torch.dtype], TitanBuffer] = {}  # by hidden and dtype of the rows
         self.buffer: TitanBuffer | None = None  # the one of these in use
-        self.label: Tensor | None = None  # the layer's number, int64 [] on the CPU; as the next, set by `count`
+        self.label: Tensor | None = None  # the layer's number, int64 [] on the CPU; set by `count`, like `sums`
         self.sums: JobSums | None = None  # None: nothing is counted
 
     def init_buffer(self) -> None:
@@ -238,10 +238,10 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         nothing share a graph too: a layer without a buffer would be compiled again.
         """
         self.init_buffer()
-        with _disable_current_modes():  # what watches the operators of this forward pass is not to see these
+        with _disable_current_modes():  # modes that observe this forward pass must not see these operators
             buffer = self.agreed_buffer(num_tokens, hidden, dtype)
         for other in _dispatchers:
-            if other.makes_the_same_as(self):
+            if other.makes_same_buffers_as(self):
                 other.buffer = other.buffers.setdefault((hidden, dtype), buffer)
         if self.capacity_factor is not None:
             _check_before_steps()
@@ -249,7 +249,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
     def agreed_buffer(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> TitanBuffer:
         """Return the buffer that all ranks take or make together. No rank decides by what it knows alone."""
         group, note = self.ep_mesh.get_group(), "the first forward pass of a layer"
-        brought = agree.most_of(num_tokens, group, about="agree on the number of tokens", note=note)
+        brought = collectives.max_over_group(num_tokens, group, about="agree on the number of tokens", note=note)
         most_tokens = max(1, brought) if self.most_tokens is None else self.most_tokens
         if brought > most_tokens:
             raise TooManyTokensError(
@@ -259,7 +259,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         key = (group, hidden, dtype, self.num_experts, self.top_k, most_tokens)
         known = _buffers.get(key)
         is_missing = known is None or known.is_destroyed or known.live_engine().health.ended
-        if agree.most_of(int(is_missing), group, about="agree on a buffer", note=note):
+        if collectives.max_over_group(int(is_missing), group, about="agree on a buffer", note=note):
             _buffers[key] = known = TitanBuffer(
                 group,
                 hidden=hidden,
@@ -268,7 +268,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
                 max_tokens_per_rank=most_tokens,
                 dtype=dtype,
             )
-            agree.say_in_use(agree.versioned("torchtitan"), known)
+            messages.announce(messages.name_and_version("torchtitan"), known)
         assert known is not None
         if self.sums is not None:
             self.sums.start(known)  # now, so that CUDA graphs that are captured later count
@@ -281,7 +281,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         held = self.buffer.config.max_tokens_per_rank
         for key in [key for key, buffer in _buffers.items() if buffer is self.buffer]:
             del _buffers[key]  # it is of no use to later models
-        agree.leave(self.buffer)
+        collectives.abandon(self.buffer)
         if self.most_tokens is None:
             why = f"num_max_tokens_per_rank was not given, and in the first forward pass no rank had more than {held}"
         else:
@@ -290,7 +290,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
             f"x_TD has {num_tokens} tokens on rank {self.ep_mesh.get_local_rank()}, but {why}. {_ADVICE}"
         )
 
-    def makes_the_same_as(self, other: EPTokenDispatcher) -> bool:
+    def makes_same_buffers_as(self, other: EPTokenDispatcher) -> bool:
         """Return whether this layer needs the buffers that the other one makes."""
         mine = (self.ep_mesh, self.num_experts, self.top_k, self.most_tokens)
         return mine == (other.ep_mesh, other.num_experts, other.top_k, other.most_tokens)
@@ -405,7 +405,7 @@ class EPMetricsProcessor(MetricsProcessor):
                     dispatcher.count(label, self.sums)
                     self.dispatchers.append(dispatcher)
                     num_labels, num_experts = max(num_labels, label + 1), max(num_experts, dispatcher.num_experts)
-        num_labels, num_experts = agree.largest_in_job(num_labels, num_experts)
+        num_labels, num_experts = collectives.max_over_job(num_labels, num_experts)
         if not num_experts:
             checks.refuse(f"metrics need a model with {__name__}.token_dispatcher, and this one has none")
         self.sums.grow(num_labels, num_experts)

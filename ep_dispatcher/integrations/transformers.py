@@ -20,14 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ep_dispatcher as ep
 from ep_dispatcher.buffer import planned_buffer
-from ep_dispatcher.integrations.agree import leave, versioned
-from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
-from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.integrations.collectives import abandon
+from ep_dispatcher.integrations.deep_ep.buffer_pool import BufferKey, BufferPool, pool_of
+from ep_dispatcher.integrations.deep_ep.row_conversion import RowFormat
+from ep_dispatcher.integrations.messages import name_and_version
 from ep_dispatcher.moe.expert_matrices import LINE_BYTES
 
 NAME = "ep_dispatcher"
 __all__ = ["EPDispatcher", "destroy_buffers", "register"]
-_pools: set[Pool] = set()  # they outlive models, which Python frees at different times on different ranks
+_pools: set[BufferPool] = set()  # they outlive models, because Python frees these at different times on each rank
 
 
 def __dir__() -> list[str]:
@@ -44,7 +45,9 @@ def register() -> None:
         from transformers.distributed.expert_parallel import EPImplementationInterface
         from transformers.integrations.moe import _default_apply_gate, _grouped_linear  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"transformers: {error}; transformers 5.24 is needed, or newer if laid out alike") from error
+        raise ImportError(
+            f"transformers: {error}; transformers 5.24 is needed, or a newer version with the same layout"
+        ) from error
     EPImplementationInterface.register(NAME, EPDispatcher)
 
 
@@ -55,7 +58,7 @@ def destroy_buffers() -> None:
 
 
 class EPDispatcher:
-    """What transformers makes for each module of experts, in place of its ``AllToAllEP``.
+    """The object that transformers makes for each module of experts, in place of its ``AllToAllEP``.
 
         y = implementation(hidden_states, top_k_index, top_k_weights)
         y[t] = sum over k of top_k_weights[t, k] * expert[top_k_index[t, k]](hidden_states[t])
@@ -79,7 +82,7 @@ class EPDispatcher:
         self.experts_forward = experts.forward  # before transformers replaces it
         self.num_experts = experts.num_experts * ep_mesh.size()  # transformers has divided them already
         self.pool = pool_of(ep_mesh.get_group())
-        self.pool.serves = versioned("transformers")
+        self.pool.framework = name_and_version("transformers")
         _pools.add(self.pool)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -94,14 +97,14 @@ class EPDispatcher:
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
         return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
-    def _buffer(self, key: Key, num_tokens: int) -> ep.Buffer:
+    def _buffer(self, key: BufferKey, num_tokens: int) -> ep.Buffer:
         """Return the buffer for a dispatch. All ranks make it together, also if this one brings too many tokens."""
         most = self.pool.settings().max_tokens
         if most is None:
-            return self.pool.for_dispatch(key, num_tokens, 0)  # ranks agree
-        buffer = self.pool.sized(key, most)
+            return self.pool.buffer_for_dispatch(key, num_tokens, 0)  # ranks agree
+        buffer = self.pool.buffer_for(key, most)
         if num_tokens > most:
-            leave(buffer)
+            abandon(buffer)
             raise ValueError(
                 f"hidden_states has {num_tokens} tokens on rank {self.pool.group.rank()}, but "
                 f"EP_DISPATCHER_MAX_TOKENS_PER_RANK is {most}. Set it to the most tokens that any rank brings in any "
@@ -112,7 +115,7 @@ class EPDispatcher:
     def _run(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         weights_dtype = topk_weights.dtype
         topk_idx, topk_weights = _merge_repeated(topk_idx, topk_weights.float())
-        key = Key(Kind(x.shape[1], x.dtype), self.num_experts, topk_idx.shape[1])
+        key = BufferKey(RowFormat(x.shape[1], x.dtype), self.num_experts, topk_idx.shape[1])
         buffer = planned_buffer() or self._buffer(key, x.shape[0])
         is_grouped = _are_grouped(self.experts, x)
         if is_grouped and _are_swiglu(self.experts):
@@ -157,7 +160,7 @@ def _are_grouped(experts: Any, x: Tensor) -> bool:
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen != "grouped_mm" or not hasattr(experts, "is_concatenated"):  # which its decorator sets
         return False
-    return all(p.dtype == x.dtype for p in experts.parameters())  # quantised experts have grouped GEMMs of their own
+    return all(p.dtype == x.dtype for p in experts.parameters())  # quantized experts have grouped GEMMs of their own
 
 
 def _are_swiglu(experts: Any) -> bool:

@@ -130,7 +130,7 @@ def use_layout(layout: Layout) -> None:
     """Form these groups of the ranks of the pool, with no buffers from before, and register ours."""
     global _layout
     from ep_dispatcher.integrations.megatron import destroy_buffers, register
-    from ep_dispatcher.integrations.megatron.dispatcher import buffers, capacity, registration
+    from ep_dispatcher.integrations.megatron.dispatcher import buffers, rank_capacity, registration
 
     _use_device()
     settings = register().settings
@@ -139,8 +139,8 @@ def use_layout(layout: Layout) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
-    registration.forget(capacity.Job)
-    registration.part(buffers.Buffers).has_warned = False
+    registration.forget(rank_capacity.CapacityState)
+    registration.process_wide(buffers.Buffers).has_warned = False
     if layout != _layout:
         leave_layout()
         parallel_state.initialize_model_parallel(

@@ -23,7 +23,7 @@ SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bia
 
 TWO_NODES = dict(EP_DISPATCHER_RANKS_PER_NODE="2")
 
-QUANTISED = dict(fp8="e4m3", moe_router_padding_for_quantization=True)
+QUANTIZED = dict(fp8="e4m3", moe_router_padding_for_quantization=True)
 
 EP4, EP2, ALONE = Layout(ep=4), Layout(ep=2), Layout(ep=1)
 
@@ -78,11 +78,11 @@ CASES = {
         settings=dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True)
     ),
     "linear bias, capacity padded": Case(settings=PAD | dict(add_bias_linear=True), references=ALLTOALL),
-    "padding flag": Case(references=ALLTOALL, later=QUANTISED),
+    "padding flag": Case(references=ALLTOALL, later=QUANTIZED),
     "padding flag, mxfp8, uneven": Case(
-        references=ALLTOALL, later=QUANTISED | dict(fp8_recipe="mxfp8"), lengths=(12, 3, 0, 8)
+        references=ALLTOALL, later=QUANTIZED | dict(fp8_recipe="mxfp8"), lengths=(12, 3, 0, 8)
     ),
-    "quantised without the flag, capacity": Case(settings=CAPACITY, references=ALLTOALL, later=dict(fp8="e4m3")),
+    "quantized without the flag, capacity": Case(settings=CAPACITY, references=ALLTOALL, later=dict(fp8="e4m3")),
     "two nodes": Case(environment=TWO_NODES),
     "two nodes, recompute, capacity, shared expert": Case(
         settings=RECOMPUTE | CAPACITY | OVERLAP, references=ALLTOALL, environment=TWO_NODES, lengths=(12, 0, 17, 8)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher.integrations.megatron.dispatcher import capacity, registration
+from ep_dispatcher.integrations.megatron.dispatcher import rank_capacity, registration
 from lib.megatron_layer import environment, make_config
 
 VOCABULARY, LENGTH, MICROBATCHES, BATCH = 64, 16, 2, 4
@@ -198,7 +198,7 @@ def training(
 ):
     from megatron.core.pipeline_parallel import schedules
 
-    registration.forget(capacity.Job)
+    registration.forget(rank_capacity.CapacityState)
     with (
         environment(experts="auto", rank_capacity_factor=factor, max_tokens_per_rank=BATCH * LENGTH),
         pytest.MonkeyPatch.context() as patch,

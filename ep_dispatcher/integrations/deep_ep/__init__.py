@@ -12,13 +12,13 @@ An installed DeepEP is neither loaded nor changed. docs/deep_ep.md says what is 
 """
 
 from ep_dispatcher.integrations.deep_ep.buffer import Buffer
+from ep_dispatcher.integrations.deep_ep.buffer_pool import destroy_buffers
 from ep_dispatcher.integrations.deep_ep.config import Config
 from ep_dispatcher.integrations.deep_ep.elastic import ElasticBuffer
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
 from ep_dispatcher.integrations.deep_ep.ep_buffer import EPBuffer
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap
-from ep_dispatcher.integrations.deep_ep.path import install, uninstall
-from ep_dispatcher.integrations.deep_ep.pool import destroy_buffers
+from ep_dispatcher.integrations.deep_ep.import_path import install, uninstall
 
 __all__ = [
     "Buffer",

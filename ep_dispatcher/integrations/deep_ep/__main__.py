@@ -4,8 +4,8 @@ torchrun ... -m ep_dispatcher.integrations.deep_ep program.py <arguments of prog
 python -m ep_dispatcher.integrations.deep_ep -m package.module <arguments of the module>
 """
 
-from ep_dispatcher.integrations.deep_ep.path import install
-from ep_dispatcher.integrations.launch import launch
+from ep_dispatcher.integrations.deep_ep.import_path import install
+from ep_dispatcher.integrations.run_program import run_program
 
 if __name__ == "__main__":
-    launch("ep_dispatcher.integrations.deep_ep", __doc__, install)
+    run_program("ep_dispatcher.integrations.deep_ep", __doc__, install)

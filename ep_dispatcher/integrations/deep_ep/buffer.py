@@ -15,14 +15,14 @@ from ep_dispatcher.integrations.deep_ep.config import (
     Config,
     get_low_latency_rdma_size_hint,
     num_rdma_ranks,
-    say_once,
-    say_without_effect,
+    warn_ignored,
+    warn_once,
 )
 from ep_dispatcher.integrations.deep_ep.dispatch import Received, Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import plans_of
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
-from ep_dispatcher.integrations.deep_ep.rows import Rows, add_biases, biases_of
+from ep_dispatcher.integrations.deep_ep.row_conversion import Rows, add_biases, biases_of
 
 _SET_NUM_SMS = "Buffer.set_num_sms has one"
 
@@ -78,7 +78,7 @@ class Buffer(LowLatency):
         combined_x, combined_topk_weights, event = buffer.combine(y, handle)
 
     Making one is local. The engine's buffers need sizes that DeepEP's constructor does not have. So the first operation
-    that needs one makes it (pool.py), and all deep_ep.Buffers of a group share them.
+    that needs one makes it (buffer_pool.py), and all deep_ep.Buffers of a group share them.
 
     group               the ranks: a process group, or a DeviceMesh of one dimension
     num_qps_per_rank, allow_mnnvl, use_fabric  without effect, and a line says so once. comm and
@@ -90,7 +90,7 @@ class Buffer(LowLatency):
     explicitly_destroy  allows destroy(); without it the memory stays until the group or ``destroy_buffers()`` ends it
     """
 
-    stands_for = "Buffer"
+    deep_ep_class = "Buffer"
 
     num_sms: int = 20
 
@@ -124,11 +124,11 @@ class Buffer(LowLatency):
         self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        if num_qps_per_rank != 24:  # nearly every program gives it
-            say_without_effect("num_qps_per_rank", "between nodes the engine uses the connections of its own wire")
+        if num_qps_per_rank != 24:  # 24 is not worth a warning, because nearly every program gives it
+            warn_ignored("num_qps_per_rank", "between nodes the engine uses the connections of its own wire")
         for name, given in (("allow_mnnvl", allow_mnnvl), ("use_fabric", use_fabric)):
             if given:
-                say_without_effect(name, "the engine finds out which memory ranks can share when a buffer is made")
+                warn_ignored(name, "the engine finds out which memory ranks can share when a buffer is made")
 
     def destroy(self) -> None:
         """Free the memory with the last buffer of the group, if all were made with explicitly_destroy. Collective."""
@@ -168,16 +168,16 @@ class Buffer(LowLatency):
         """Return a tensor without elements, for programs that zero DeepEP's memory after a fault.
 
         Nothing needs to be zeroed, and nothing of the engine's memory may be written from outside. A part of the memory
-        is a NotImplementedError.
+        raises NotImplementedError.
         """
-        self._live_pool()
+        self._ready_pool()
         if size is not None or offset:
             raise NotImplementedError(
                 "get_local_buffer_tensor has a size or an offset; the memory that ranks write into is the engine's: it "
                 "has another layout, there is more than one, and nothing of it may be written from outside"
             )
         which = "low-latency" if use_rdma_buffer else "other"
-        say_once(f"get_local_buffer_tensor: returns 0 elements for the {which} memory, which needs no zeroing")
+        warn_once(f"get_local_buffer_tensor: returns 0 elements for the {which} memory, which needs no zeroing")
         return torch.empty(0, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def get_dispatch_layout(
@@ -195,7 +195,7 @@ class Buffer(LowLatency):
         """
         with self._comm.operation((topk_idx,), previous_event, async_finish, allocate_on_comm_stream) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
-            layout.remember(counted, topk_idx)
+            layout.remember_origin(counted, topk_idx)
             operation.hand_over(*counted)
         return *counted[:4], operation.event
 
@@ -235,9 +235,9 @@ class Buffer(LowLatency):
 
         Raises ValueError for arguments that are not allowed, PeerTimeoutError if a rank does not arrive.
         """
-        pool, rows = self._live_pool(), Rows(x)
+        pool, rows = self._ready_pool(), Rows(x)
         if config is not None:
-            say_without_effect("config", _SET_NUM_SMS)
+            warn_ignored("config", _SET_NUM_SMS)
         expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
         num_worst_tokens = checks.integer("num_worst_tokens", num_worst_tokens, 0)
         given: tuple[Any, Any, Any] = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
@@ -245,16 +245,16 @@ class Buffer(LowLatency):
         if handle is not None:
             plans = plans_of(handle, pool)
             if topk_idx is not None or topk_weights is not None:
-                checks.refuse("topk_idx and what belongs to it are given beside handle, which has the routing")
+                checks.refuse("topk_idx or topk_weights is given with a handle, which already has the routing")
             if num_worst_tokens not in (0, plans.num_rows):
                 checks.fail("num_worst_tokens", num_worst_tokens, f"0, or the {plans.num_rows} rows of the handle")
             if any(one is not None for one in (*given, num_tokens_per_rdma_rank)) or expert_alignment != 1:
-                arguments = "num_tokens_per_..., is_token_in_rank and expert_alignment beside handle"
-                say_without_effect(arguments, "the handle has the routing")
+                arguments = "num_tokens_per_..., is_token_in_rank and expert_alignment with a handle"
+                warn_ignored(arguments, "the handle has the routing")
         inputs = x, topk_idx, topk_weights, given, plans
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             if plans is not None:
-                out = plans.dispatch(rows.kind, rows.data)
+                out = plans.dispatch(rows.row_format, rows.data)
                 received: Received = rows.restore(out.x), None, None, None, None
             else:
                 routing = Routing(*given, num_tokens_per_rdma_rank, topk_idx, topk_weights)  # it refuses None
@@ -286,9 +286,9 @@ class Buffer(LowLatency):
         bias          one or two tensors [num_tokens, hidden] of the dtype of x, added in float32 after the sum
         config        without effect, and a line says so once
         """
-        plans = plans_of(handle, self._live_pool())
+        plans = plans_of(handle, self._ready_pool())
         if config is not None:
-            say_without_effect("config", _SET_NUM_SMS)
+            warn_ignored("config", _SET_NUM_SMS)
         device = x.device.type
         checks.tensor("x", x, checks.DTYPES, (plans.num_rows, "hidden"), device)
         biases = biases_of(bias, x, plans.num_tokens)
@@ -296,7 +296,7 @@ class Buffer(LowLatency):
             checks.tensor("topk_weights", topk_weights, (torch.float32,), (plans.num_rows, "num_topk"), device)
         inputs = x, topk_weights, biases, plans
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
-            combined_x, combined_weights = plans.sums(x, topk_weights)
+            combined_x, combined_weights = plans.combine_with_weights(x, topk_weights)
             combined_x = add_biases(combined_x, biases, x.dtype)
             operation.hand_over(combined_x, combined_weights, plans)
         return combined_x, combined_weights, operation.event

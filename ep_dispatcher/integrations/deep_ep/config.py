@@ -8,27 +8,27 @@ from dataclasses import dataclass
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.agree import is_first_rank
+from ep_dispatcher.integrations.messages import is_first_rank
 
 topk_idx_t = torch.int64  # of topk_idx
-NVL_PEERS = 8  # ranks that DeepEP takes for one node
+NVL_PEERS = 8  # ranks of a node, as DeepEP counts them
 _ALIGNMENT = 128  # bytes
-_ROOM = 128 * (8 + 4) + 128 * 4 + 4  # bytes beside each row in DeepEP's queues: choices, scales, source
+_METADATA = 128 * (8 + 4) + 128 * 4 + 4  # bytes with each row in DeepEP's queues: choices, scales, source
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 
-def say_once(text: str) -> None:
-    """Log a warning once, on the first rank of the job, as for an argument that is accepted without effect."""
+def warn_once(text: str) -> None:
+    """Log a warning once, on the first rank of the job, for example about an argument that has no effect."""
     if text not in _said:
         _said.add(text)
         if is_first_rank():
             logger.warning("ep_dispatcher as deep_ep: %s", text)
 
 
-def say_without_effect(arguments: str, reason: str) -> None:
-    say_once(f"{arguments}: accepted, and without effect: {reason}")
+def warn_ignored(arguments: str, reason: str) -> None:
+    warn_once(f"{arguments}: accepted, and without effect: {reason}")
 
 
 @dataclass(eq=False)
@@ -48,14 +48,14 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return bytes, a multiple of 128: a queue of rows with metadata, for each channel and rank of a node."""
         queues = self.num_sms // 2 * min(num_ranks, NVL_PEERS)
-        return _aligned(queues * self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _ROOM))
+        return _aligned(queues * self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _METADATA))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return bytes, a multiple of 128: two queues for each channel and node; 0 for one node of DeepEP."""
         if num_ranks <= NVL_PEERS:
             return 0
         queues = 2 * (self.num_sms // 2) * num_rdma_ranks(num_ranks)
-        return _aligned(queues * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _ROOM))
+        return _aligned(queues * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _METADATA))
 
 
 def num_rdma_ranks(num_ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""A dispatch that makes a handle: checks the program's routing, sends rows, and gathers counts of all ranks."""
+"""A dispatch that makes a handle: it checks the program's routing, sends rows, and gathers the counts of all ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.agree import all_reduce
+from ep_dispatcher.integrations.collectives import all_reduce
+from ep_dispatcher.integrations.deep_ep.buffer_pool import BufferKey, BufferPool
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.handle import HandlePlans, carrying, make_items, note_missing, set_num_rows
-from ep_dispatcher.integrations.deep_ep.late import LateMistakes
+from ep_dispatcher.integrations.deep_ep.handle import HandleState, attach, log_placeholders, make_items, set_num_rows
+from ep_dispatcher.integrations.deep_ep.late_errors import LateErrors
 from ep_dispatcher.integrations.deep_ep.layout import (
     check_same_routing,
     check_without_topk_idx,
-    distinct,
+    make_distinct,
     origin_of,
-    repeated,
+    repeated_expert_error,
     routing_of_ranks,
 )
-from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
-from ep_dispatcher.integrations.deep_ep.rows import Rows
+from ep_dispatcher.integrations.deep_ep.row_conversion import Rows
 from ep_dispatcher.memory import MAX_EXPERTS
 
-_EXACT = f"with EP_DISPATCHER_DEEP_EP_EXACT=1 it may, if experts times choices are at most {MAX_EXPERTS}"
+_EXACT = f"with EP_DISPATCHER_DEEP_EP_EXACT=1 it may be repeated, if experts x choices is at most {MAX_EXPERTS}"
 # recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle
 Received = tuple[
     Tensor | tuple[Tensor, Tensor], Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None
@@ -33,16 +33,16 @@ Received = tuple[
 
 
 class Routing(NamedTuple):
-    """A program's description of a routing. The last two are both given or both None; the one before may be None."""
+    """A program's description of a routing. topk_idx and topk_weights are both given or both None."""
 
     num_tokens_per_rank: Tensor  # int32 [num_ranks]
     num_tokens_per_expert: Tensor  # int32 [num_experts]
     is_token_in_rank: Tensor  # bool [num_tokens, num_ranks]
-    num_tokens_per_rdma_rank: Tensor | None  # int32 [nodes]; the engine counts them itself
+    num_tokens_per_rdma_rank: Tensor | None  # int32 [nodes]; only checked, because the engine counts them itself
     topk_idx: Tensor | None  # int64 [num_tokens, num_topk]
     topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
 
-    def check(self, rows: Rows, num_ranks: int, late: LateMistakes) -> None:
+    def check(self, rows: Rows, num_ranks: int, late: LateErrors) -> None:
         per_rank, per_expert, in_rank, per_node, topk_idx, topk_weights = self
         device = rows.device.type
         is_known = origin_of(in_rank, per_rank, per_expert) is not None
@@ -55,7 +55,7 @@ class Routing(NamedTuple):
             checks.tensor("num_tokens_per_rdma_rank", per_node, (torch.int32,), shape, device)
         if (topk_idx is None) != (topk_weights is None):
             missing = "topk_idx" if topk_idx is None else "topk_weights"
-            checks.refuse(f"{missing} is None: give both of topk_idx and topk_weights, or none of them")
+            checks.refuse(f"{missing} is None: give both topk_idx and topk_weights, or neither")
         if topk_idx is not None:
             check_same_routing(late, topk_idx, per_rank, per_expert, in_rank)
         else:
@@ -63,30 +63,30 @@ class Routing(NamedTuple):
 
 
 def dispatch(
-    pool: Pool, rows: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int, num_channels: int
-) -> tuple[Received, HandlePlans]:
+    pool: BufferPool, rows: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int, num_channels: int
+) -> tuple[Received, HandleState]:
     """Dispatch with a new routing. The arguments and what is received are those of ``Buffer.dispatch``."""
     num_ranks, is_distinct = pool.group.size(), False
     routing.check(rows, num_ranks, pool.late)
-    exact, mistake = pool.settings(num_worst_tokens).exact, None
+    exact, error = pool.settings(num_worst_tokens).exact, None
     idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
-    gathers = exact or idx is None  # counts of all ranks
+    gathers_counts = exact or idx is None  # of all ranks
     if idx is None:
         if num_worst_tokens:
             checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
         idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
     elif exact and num_experts * idx.shape[1] <= MAX_EXPERTS:
-        idx, num_experts, is_distinct = distinct(idx, num_experts), num_experts * idx.shape[1], True
+        idx, num_experts, is_distinct = make_distinct(idx, num_experts), num_experts * idx.shape[1], True
     else:
-        mistake = repeated(idx, _EXACT)
-    key = Key(rows.kind, num_experts, idx.shape[1])
-    buffer, max_rows = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens), num_worst_tokens or None
-    if mistake is not None:
-        pool.refuse(mistake)
+        error = repeated_expert_error(idx, _EXACT)
+    key = BufferKey(rows.row_format, num_experts, idx.shape[1])
+    buffer, max_rows = pool.buffer_for_dispatch(key, rows.num_tokens, num_worst_tokens), num_worst_tokens or None
+    if error is not None:
+        pool.refuse(error)
     # Make these before the launch: after a wait for counts the device may wait for the host.
-    plans = HandlePlans(pool, routing.is_token_in_rank, buffer.config.max_tokens_per_rank, max_rows)
+    plans = HandleState(pool, routing.is_token_in_rank, buffer.config.max_tokens_per_rank, max_rows)
     items = make_items(routing.is_token_in_rank, num_channels)
-    items[-1] = carrying(items[-1], plans)
+    items[-1] = attach(items[-1], plans)
     out = buffer.dispatch(
         rows.data,
         idx,
@@ -95,29 +95,29 @@ def dispatch(
         expert_alignment=expert_alignment,
         max_recv_rows=max_rows,
     )
-    plans.begin(key, buffer, out)
+    plans.set_first_plan(key, buffer, out)
     set_num_rows(items, plans.num_rows)
     counts: list[int] = []
-    if gathers:
-        prefix, gathered = _gather(pool, routing, expert_alignment)
-        plans.prefix = prefix.to(rows.device, torch.int32)
+    if gathers_counts:
+        prefix, gathered = _gather_counts(pool, routing, expert_alignment)
+        plans.rank_prefix = prefix.to(rows.device, torch.int32)
         counts = [] if num_worst_tokens else gathered
     elif not num_worst_tokens:
         counts = out.rows_on_host.tolist()  # the host has waited for them
-    if max_rows is None:  # so all that the device found before has arrived; here all ranks are in step
-        pool.raise_late(ends=False)
+    if max_rows is None:  # the host has waited, so errors found before have arrived, and here all ranks are in step
+        pool.raise_late_error(ends=False)
     if num_ranks <= NVL_PEERS:
-        if plans.prefix is None:
-            note_missing("rank_prefix_matrix")
+        if plans.rank_prefix is None:
+            log_placeholders("rank_prefix_matrix")
         else:
-            items[0] = plans.prefix
+            items[0] = plans.rank_prefix
     recv_idx = None if routing.topk_idx is None else out.topk_idx
     if recv_idx is not None and is_distinct:
         recv_idx = recv_idx // idx.shape[1]  # of -1 it is -1
     return (rows.restore(out.x), recv_idx, out.topk_weights, counts, tuple(items)), plans
 
 
-def _gather(pool: Pool, routing: Routing, expert_alignment: int) -> tuple[Tensor, list[int]]:
+def _gather_counts(pool: BufferPool, routing: Routing, expert_alignment: int) -> tuple[Tensor, list[int]]:
     """Return rank_prefix_matrix, and the rows of every local expert, rounded up to the alignment."""
     num_ranks, rank = pool.group.size(), pool.group.rank()
     own = torch.cat([routing.num_tokens_per_rank, routing.num_tokens_per_expert]).cpu().long()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ep_dispatcher.integrations.deep_ep.config import say_without_effect
-from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, refused
+from ep_dispatcher.integrations.deep_ep.config import warn_ignored
+from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, unsupported
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
 from ep_dispatcher.integrations.deep_ep.events import EventOverlap, outside_graphs
 
@@ -18,7 +18,7 @@ class ElasticBuffer(ElasticBase):
         recv_x, recv_topk_idx, recv_topk_weights, handle, event = buffer.dispatch(x, topk_idx, ..., num_experts=...)
         combined_x, combined_topk_weights, event = buffer.combine(y, handle)
 
-    Making one is collective. The first operation makes the memory, which all buffers of a group share (pool.py).
+    Making one is collective. The first operation makes the memory, which all buffers of a group share (buffer_pool.py).
 
     group                    the ranks: a process group, or a DeviceMesh of one dimension
     num_max_tokens_per_rank  the most tokens of a rank, the same on all ranks. A dispatch may give another number
@@ -35,7 +35,7 @@ class ElasticBuffer(ElasticBase):
     all others               hints without effect, and a line says so once
     """
 
-    stands_for = "ElasticBuffer"
+    deep_ep_class = "ElasticBuffer"
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ElasticBuffer(ElasticBase):
             explicitly_destroy=explicitly_destroy,
         )
         if sl_idx != 3:
-            say_without_effect("sl_idx", WIRE)
+            warn_ignored("sl_idx", WIRE)
 
     def get_theoretical_num_sms(
         self,
@@ -209,12 +209,12 @@ class ElasticBuffer(ElasticBase):
         return *combined, event
 
 
-_REFUSED = {
+_UNSUPPORTED = {
     "Engram": "engram_write engram_fetch get_engram_storage_size_hint",
     "pipeline": "pp_set_config pp_send pp_recv get_pp_buffer_size_hint",
     "all-gather": "create_agrs_session destroy_agrs_session agrs_new_session agrs_set_config agrs_get_inplace_tensor "
     "all_gather get_agrs_num_max_session_bytes get_agrs_buffer_size_hint",
 }
-for _part, _names in _REFUSED.items():
+for _part, _names in _UNSUPPORTED.items():
     for _name in _names.split():
-        setattr(ElasticBuffer, _name, refused(_name, f"of DeepEP's {_part}, which is not part of this engine"))
+        setattr(ElasticBuffer, _name, unsupported(_name, f"of DeepEP's {_part}, which is not part of this engine"))

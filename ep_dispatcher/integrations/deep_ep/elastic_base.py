@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.deep_ep.config import say_without_effect
+from ep_dispatcher.integrations.deep_ep.buffer_pool import BufferKey, PoolUser
+from ep_dispatcher.integrations.deep_ep.config import warn_ignored
 from ep_dispatcher.integrations.deep_ep.domains import find_topology
-from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, handle_of
+from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, checked_handle
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, in_current_stream, outside_graphs
-from ep_dispatcher.integrations.deep_ep.pool import Key, PoolUser
-from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Rows, add_biases, biases_of
+from ep_dispatcher.integrations.deep_ep.row_conversion import SMALLEST, Rows, add_biases, biases_of
 from ep_dispatcher.memory import DEFAULT_SMS
 
 ALLOCATION_ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
@@ -28,7 +28,7 @@ Combined = tuple[Tensor, Tensor | None]  # combined_x, combined_topk_weights
 
 @outside_graphs
 class ElasticBase(PoolUser):
-    """The buffer of a group with all that its operations need but their public signatures."""
+    """The buffer of a group: everything that its operations need, except for their public signatures."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ElasticBase(PoolUser):
             ("num_cpu_timeout_secs", num_cpu_timeout_secs, 300, "num_gpu_timeout_secs limits waits of the host too"),
         ):
             if given != default:
-                say_without_effect(argument, reason)
+                warn_ignored(argument, reason)
         self._topology = find_topology(self.group, dict(num_max_tokens_per_rank=most))
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
@@ -108,16 +108,16 @@ class ElasticBase(PoolUser):
 
     @staticmethod
     def _num_sms(num_scaleout_topk: int, speeds: tuple[float, ...], default_speeds: tuple[float, ...]) -> int:
-        """Return the engine's default number of multiprocessors, and say what of a model has no effect on it."""
+        """Return the engine's default number of multiprocessors, and warn about arguments that do not change it."""
         if num_scaleout_topk:
             raise NotImplementedError("num_scaleout_topk has to be 0: it is reserved in DeepEP too")
         if speeds != default_speeds:
-            say_without_effect("rdma_gbs, nvlink_gbs, sm_read_gbs and sm_write_gbs", "24 is measured, not modelled")
+            warn_ignored("rdma_gbs, nvlink_gbs, sm_read_gbs and sm_write_gbs", "24 is measured, not modelled")
         return DEFAULT_SMS
 
     def _barrier(self, waits_for_comm_stream: bool, with_cpu_sync: bool) -> None:
         """Let the current stream wait until all ranks have come here: a dispatch of no tokens."""
-        buffer = self._pool_for(None, self._timeout_s).sized(Key(SMALLEST, self.num_ranks, 1), 1)
+        buffer = self._pool_for(None, self._timeout_s).buffer_for(BufferKey(SMALLEST, self.num_ranks, 1), 1)
         device, on_gpu = buffer.engine, buffer.engine == "cuda"
         if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
@@ -127,7 +127,7 @@ class ElasticBase(PoolUser):
         buffer.dispatch(rows, torch.empty(0, 1, dtype=torch.int64, device=device), max_recv_rows=0)
         if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
-            self._living_pool().raise_late(ends=False)
+            self._require_pool().raise_late_error(ends=False)
 
     def _dispatch(
         self,
@@ -163,7 +163,9 @@ class ElasticBase(PoolUser):
             num_experts=num_experts, expert_alignment=expert_alignment, num_max_tokens_per_rank=num_max_tokens_per_rank
         )
         if handle is not None:
-            _check_beside(handle_of(handle), sizes, topk_idx=topk_idx, cumulative_local_expert_recv_stats=stats)
+            _check_with_handle(
+                checked_handle(handle), sizes, topk_idx=topk_idx, cumulative_local_expert_recv_stats=stats
+            )
             if do_cpu_sync:
                 checks.fail("do_cpu_sync", True, "None or False with a handle, which has the counts")
         else:
@@ -192,9 +194,9 @@ class ElasticBase(PoolUser):
             layout, exact = "expert" if do_expand else "rank", pool.settings().exact
             if is_new:
                 handle.refuse_more_tokens(rows, layout)
-            out = handle.dispatch(rows.kind, rows.data, topk_weights, layout)
+            out = handle.dispatch(rows.row_format, rows.data, topk_weights, layout)
             if is_new:
-                handle.begin(out, exact)
+                handle.set_counts(out, exact)
             if stats is not None:
                 stats += handle.num_unaligned_recv_tokens_per_expert
             recv_x = rows.restore(out.x)
@@ -223,7 +225,7 @@ class ElasticBase(PoolUser):
         defers_bias  leave the biases, and the rounding to the dtype of x, to the event's first wait, which returns the
                      results. So a program may write the biases after this call
         """
-        handle = handle_of(handle)
+        handle = checked_handle(handle)
         self._check_common(num_sms, num_qps, previous_event, allocate_on_comm_stream)
         checks.tensor("x", x, checks.DTYPES, (handle.num_rows, "hidden"), x.device.type)
         biases = biases_of(bias, x, len(handle.topk_idx))
@@ -250,7 +252,7 @@ class ElasticBase(PoolUser):
     def _check_common(num_sms: int, num_qps: int, previous_event: Previous, allocate_on_comm_stream: bool) -> None:
         checks.integer("num_sms", num_sms, 0)
         if num_qps:
-            say_without_effect("num_qps", WIRE)
+            warn_ignored("num_qps", WIRE)
         if previous_event is not None and not allocate_on_comm_stream:
             checks.fail("allocate_on_comm_stream", False, "True with previous_event")
 
@@ -282,8 +284,8 @@ def get_num_tma_alignment() -> int:
     return 32
 
 
-def _check_beside(handle: EPHandle, sizes: dict[str, int | None], **tensors: Tensor | None) -> None:
-    """Refuse arguments of a new routing beside a handle, unless they are those of the handle."""
+def _check_with_handle(handle: EPHandle, sizes: dict[str, int | None], **tensors: Tensor | None) -> None:
+    """Refuse arguments of a new routing that are given with a handle, unless they equal those of the handle."""
     for name, given in tensors.items():
         if given is not None:
             checks.refuse(f"{name} is given beside handle, which has the routing and its counts")
@@ -298,8 +300,8 @@ def _column_major(scales: Tensor) -> Tensor:
     return columns.t()[: len(scales)].copy_(scales)
 
 
-def refused(name: str, why: str) -> Callable[..., NoReturn]:
-    """Return a function of DeepEP that this engine does not have: it raises NotImplementedError with the reason."""
+def unsupported(name: str, why: str) -> Callable[..., NoReturn]:
+    """Return a stand-in for a function of DeepEP that this engine does not have. It raises NotImplementedError."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{name}: {why}")

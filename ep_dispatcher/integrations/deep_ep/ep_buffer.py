@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.deep_ep.config import say_once, say_without_effect
-from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, Received, refused
+from ep_dispatcher.integrations.deep_ep.config import warn_ignored, warn_once
+from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, Received, unsupported
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
 from ep_dispatcher.integrations.deep_ep.events import in_current_stream, outside_graphs
 
@@ -44,7 +44,7 @@ class EPBuffer(ElasticBase):
         recv_x, recv_topk_idx, recv_topk_weights, handle, event = buffer.dispatch(x, topk_idx, ..., num_experts=...)
         combined_x, combined_topk_weights, event = buffer.combine(y, handle)
 
-    Making one is collective. The first operation makes the memory, which all buffers of a group share (pool.py).
+    Making one is collective. The first operation makes the memory, which all buffers of a group share (buffer_pool.py).
 
     lb_allocation_plan_or_num_bytes  other than 0: NotImplementedError
     sl_idx                   other than None: a hint without effect, and a line says so once
@@ -53,7 +53,7 @@ class EPBuffer(ElasticBase):
     All other arguments are those of ElasticBuffer.
     """
 
-    stands_for = "EPBuffer"
+    deep_ep_class = "EPBuffer"
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class EPBuffer(ElasticBase):
         self.num_lb_bytes = 0
         self.context: Context | None = Context(self.get_physical_domain_size(), self.get_logical_domain_size())
         if sl_idx is not None:
-            say_without_effect("sl_idx", WIRE)
+            warn_ignored("sl_idx", WIRE)
 
     @property
     def main_context(self) -> Context | None:
@@ -197,7 +197,7 @@ class EPBuffer(ElasticBase):
         if not defer_epilogue:
             return *received, event
         if handle is None and do_cpu_sync is not False:
-            say_once(
+            warn_once(
                 "defer_epilogue: the host waits for the counts in dispatch, not in the event's wait; with "
                 "do_cpu_sync=False it does not wait at all"
             )
@@ -250,31 +250,31 @@ class EPBuffer(ElasticBase):
         if defer_epilogue and not async_with_compute_stream:
             checks.fail("defer_epilogue", True, "False without async_with_compute_stream")
 
-    lb_get_theoretical_num_sms = refused("lb_get_theoretical_num_sms", _NO_BALANCER)
-    lb_prefetch_weights = refused("lb_prefetch_weights", _NO_BALANCER)
-    lb_reduce_grads = refused("lb_reduce_grads", _NO_BALANCER)
-    print_memory_usage = refused(
+    lb_get_theoretical_num_sms = unsupported("lb_get_theoretical_num_sms", _NO_BALANCER)
+    lb_prefetch_weights = unsupported("lb_prefetch_weights", _NO_BALANCER)
+    lb_reduce_grads = unsupported("lb_reduce_grads", _NO_BALANCER)
+    print_memory_usage = unsupported(
         "print_memory_usage", "the memory is the engine's, of all buffers of the group; docs/memory.md has its size"
     )
 
 
-def _missing_class(name: str, why: str, *static: str) -> type:
+def _unsupported_class(name: str, why: str, *static: str) -> type:
     """Return a class of DeepEP that this engine does not have. Making one, and its static methods, say so."""
-    members: dict[str, Any] = {method: staticmethod(refused(f"{name}.{method}", why)) for method in static}
+    members: dict[str, Any] = {method: staticmethod(unsupported(f"{name}.{method}", why)) for method in static}
     text = f"``deep_ep.{name}``, {why}. Programs find the name; making one raises NotImplementedError."
-    return type(name, (), members | {"__init__": refused(name, why), "__doc__": text, "__module__": __name__})
+    return type(name, (), members | {"__init__": unsupported(name, why), "__doc__": text, "__module__": __name__})
 
 
 _USE_TORCH = "which is not part of this engine; use torch.distributed"
-EngramBuffer = _missing_class(
+EngramBuffer = _unsupported_class(
     "EngramBuffer",
     "the memory of DeepEP's Engram, which is not part of this engine",
     "get_storage_size_hint",
     "get_theoretical_config",
 )
-PPBuffer = _missing_class("PPBuffer", f"DeepEP's transport between pipeline stages, {_USE_TORCH}")
-BucketBuffer = _missing_class("BucketBuffer", f"DeepEP's memory for collectives of buckets, {_USE_TORCH}")
-BucketSession = _missing_class("BucketSession", f"a session of DeepEP's BucketBuffer, {_USE_TORCH}")
-BufferAllocator = _missing_class(
+PPBuffer = _unsupported_class("PPBuffer", f"DeepEP's transport between pipeline stages, {_USE_TORCH}")
+BucketBuffer = _unsupported_class("BucketBuffer", f"DeepEP's memory for collectives of buckets, {_USE_TORCH}")
+BucketSession = _unsupported_class("BucketSession", f"a session of DeepEP's BucketBuffer, {_USE_TORCH}")
+BufferAllocator = _unsupported_class(
     "BufferAllocator", "of DeepEP's BucketBuffer and load balancer, which are not part of this engine"
 )

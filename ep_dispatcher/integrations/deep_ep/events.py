@@ -18,8 +18,8 @@ C = TypeVar("C", bound=type)
 def outside_graphs(cls: C) -> C:
     """Let torch.compile break its graph at every public method of a class, and run the method as it is.
 
-    It does so at DeepEP's methods too, because they are compiled code. An operator for the graph is no choice here: a
-    handle carries Python objects, the number of received rows is known on the host alone, and ranks agree on sizes.
+    It does so at DeepEP's methods too, because they are compiled code. A custom operator is not possible here: a handle
+    carries Python objects, only the host knows the number of received rows, and ranks agree on sizes.
     """
     for name, member in list(vars(cls).items()):
         function = member.__func__ if isinstance(member, staticmethod) else member
@@ -119,14 +119,14 @@ def in_current_stream(values: Iterable[Any]) -> None:
 
 
 class Operation:
-    """One operation: its tensors, and at the end its event. Without overlap nobody needs the tensors."""
+    """One operation: its tensors, and its event when it ends. Without overlap the tensors are not needed."""
 
     def __init__(self, is_overlapped: bool = False, inputs: Sequence[Tensor] = ()):
         self.event, self.is_overlapped, self.inputs = EventOverlap(), is_overlapped, inputs
         self.outputs: list[Tensor] = []
 
     def hand_over(self, *outputs: Any) -> None:
-        """Note outputs, which the caller's stream is going to use."""
+        """Note outputs that the caller's stream will use."""
         if self.is_overlapped:
             self.outputs += tensors_in(outputs)
 

@@ -1,4 +1,4 @@
-"""Counts a routing by rank and expert as DeepEP does, and makes routings for our engine."""
+"""Counts the tokens of a routing by rank and expert as DeepEP does, and makes routings for our engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ep_dispatcher import checks
 from ep_dispatcher.addressable import as_addressable, check_memory
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.late import LateMistakes, is_late
+from ep_dispatcher.integrations.deep_ep.late_errors import LateErrors, must_host_wait
 
 _OTHER_RANKS = "is_token_in_rank has another routing than topk_idx: it has to be what get_dispatch_layout gives for it"
 _OTHER_COUNTS = {
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     num_tokens_per_rdma_rank: Tensor | None  # int32 [num_ranks / 8]; None with up to 8 ranks
     num_tokens_per_expert: Tensor  # int32 [num_experts]
     is_token_in_rank: Tensor  # bool [num_tokens, num_ranks]
-    num_strange: Tensor  # int32 [2]: entries of topk_idx below -1, and of num_experts or above
+    num_unknown_experts: Tensor  # int32 [2]: entries of topk_idx below -1, and of num_experts or above
 
 
 class Origin(NamedTuple):
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
     topk_idx: ReferenceType[Tensor]
     counts: tuple[ReferenceType[Tensor], ReferenceType[Tensor]]
-    num_strange: Tensor
+    num_unknown_experts: Tensor
     versions: tuple[int, ...]  # of the topk_idx, and of is_token_in_rank
 
 
@@ -49,7 +49,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layou
         num_tokens_per_expert[e] = entries of topk_idx that are e;  is_token_in_rank[t, r] = token t has an expert of r
 
     topk_idx: int32 or int64 [num_tokens, num_topk], -1 for none. Experts below -1, or of num_experts and above, are a
-    ValueError on a CPU. On a GPU they count as -1 and in ``num_strange``: the dispatch refuses them.
+    ValueError on a CPU. On a GPU they count as -1 and in ``num_unknown_experts``: the dispatch refuses them.
     """
     checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
     check_memory("topk_idx", topk_idx)  # PyTorch does not look, and may end the process
@@ -63,8 +63,8 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layou
     counted = expert.new_zeros(num_experts + 3, dtype=torch.int32)
     places = (expert + 2).clamp_(0, num_experts + 2)
     counted.scatter_add_(0, places.flatten(), counted.new_ones(1).expand(expert.numel()))
-    num_strange = counted[:: num_experts + 2]
-    if not is_late(expert) and bool(num_strange.any()):
+    num_unknown_experts = counted[:: num_experts + 2]
+    if not must_host_wait(expert) and bool(num_unknown_experts.any()):
         token, k = ((expert < -1) | (expert >= num_experts)).nonzero()[0].tolist()
         raise checks.invalid_entry_error((token, k, int(expert[token, k]), False), num_experts)
     ranks = torch.arange(num_ranks, dtype=torch.int64, device=expert.device)
@@ -73,7 +73,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layou
     if num_ranks > NVL_PEERS:
         nodes = in_rank.view(-1, num_rdma_ranks(num_ranks), NVL_PEERS)
         per_node = nodes.any(2).sum(0, dtype=torch.int32)
-    return Layout(in_rank.sum(0, dtype=torch.int32), per_node, counted[2:-1], in_rank, num_strange)
+    return Layout(in_rank.sum(0, dtype=torch.int32), per_node, counted[2:-1], in_rank, num_unknown_experts)
 
 
 def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
     return ranks.where(is_token_in_rank, -1)
 
 
-def distinct(topk_idx: Tensor, num_experts: int) -> Tensor:
+def make_distinct(topk_idx: Tensor, num_experts: int) -> Tensor:
     """Return expert * num_topk + k for every choice: a routing in which no row repeats an expert.
 
     It leads to the same ranks. ``// num_topk`` gives the expert again. Negative entries stay as they are, and experts
@@ -102,24 +102,26 @@ def distinct(topk_idx: Tensor, num_experts: int) -> Tensor:
     return (topk_idx.clamp(max=num_experts) * num_topk + choices).where(topk_idx >= 0, topk_idx)
 
 
-def repeated(topk_idx: Tensor, reason: str) -> NotImplementedError | None:
-    """Return an error if a row has an expert twice. On a GPU only the engine sees it, and raises late.
+def repeated_expert_error(topk_idx: Tensor, reason: str) -> NotImplementedError | None:
+    """Return an error if a token has an expert twice. On a GPU only the engine sees that, and raises the error late.
 
-    It depends on this rank's data, so other ranks may begin the operation: raise it by ``Pool.refuse``.
+    The error depends on this rank's data, so other ranks may begin the operation: raise it by ``BufferPool.refuse``.
     """
     if topk_idx.is_cuda:
         return None
     ordered = topk_idx.sort(1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        return NotImplementedError(f"topk_idx has an expert twice for a token, but it may be there only once; {reason}")
+        return NotImplementedError(
+            f"topk_idx has an expert twice for a token, but an expert may occur only once; {reason}"
+        )
     return None
 
 
-def remember(layout: Layout, topk_idx: Tensor) -> None:
-    """Note on a layout what get_dispatch_layout made it of and with."""
+def remember_origin(layout: Layout, topk_idx: Tensor) -> None:
+    """Note on a layout from which topk_idx get_dispatch_layout has made it, and the counts that belong to it."""
     in_rank, counts = layout.is_token_in_rank, (ref(layout.num_tokens_per_rank), ref(layout.num_tokens_per_expert))
     versions = version_of(topk_idx), version_of(in_rank)
-    in_rank.origin = Origin(ref(topk_idx), counts, layout.num_strange, versions)  # type: ignore[attr-defined]  # ours
+    in_rank.origin = Origin(ref(topk_idx), counts, layout.num_unknown_experts, versions)  # type: ignore[attr-defined]  # ours
 
 
 def origin_of(is_token_in_rank: Tensor | None, *counts: Tensor | None) -> Origin | None:
@@ -131,14 +133,14 @@ def origin_of(is_token_in_rank: Tensor | None, *counts: Tensor | None) -> Origin
 
 
 def check_same_routing(
-    late: LateMistakes, topk_idx: Tensor, per_rank: Tensor, per_expert: Tensor, is_token_in_rank: Tensor
+    late: LateErrors, topk_idx: Tensor, per_rank: Tensor, per_expert: Tensor, is_token_in_rank: Tensor
 ) -> None:
     """Refuse a layout that does not fit ``topk_idx``.
 
     On a GPU trust a layout that get_dispatch_layout has counted from the same memory; count again for any other.
     """
     origin = origin_of(is_token_in_rank, per_rank, per_expert)
-    if origin is not None and is_late(topk_idx):
+    if origin is not None and must_host_wait(topk_idx):
         counted_from = origin.topk_idx()
         if counted_from is not None and is_same_memory(counted_from, topk_idx):
             if origin.versions == (version_of(counted_from), version_of(is_token_in_rank)):
@@ -149,11 +151,11 @@ def check_same_routing(
         late.refuse_unless((getattr(expected, name) == given).all(), _OTHER_COUNTS[name])
 
 
-def check_without_topk_idx(late: LateMistakes, per_rank: Tensor, per_expert: Tensor, is_token_in_rank: Tensor) -> None:
-    """Refuse a layout of a topk_idx with wrong experts, which no dispatch will see, and counts that do not fit."""
+def check_without_topk_idx(late: LateErrors, per_rank: Tensor, per_expert: Tensor, is_token_in_rank: Tensor) -> None:
+    """Refuse counts that do not fit, and layouts of a topk_idx with unknown experts, which no dispatch would see."""
     origin = origin_of(is_token_in_rank, per_rank, per_expert)
     if origin is not None:
-        late.refuse_unless(origin.num_strange.any().logical_not(), _NO_EXPERT)
+        late.refuse_unless(origin.num_unknown_experts.any().logical_not(), _NO_EXPERT)
     late.refuse_unless((is_token_in_rank.sum(0) == per_rank).all(), _OTHER_SUMS)
 
 

@@ -1,7 +1,7 @@
-"""The low-latency half of ``deep_ep.Buffer``: rows by expert in tensors of a fixed shape, no host waits.
+"""The low-latency half of ``deep_ep.Buffer``: rows by expert in tensors of a fixed shape, and no host waits.
 
-It is the engine's decode layout: one operation each way, and hooks that receive. Rows are placed as in DeepEP. Sums are
-the engine's: each rank's sum over its experts is rounded to bfloat16 before the owner adds them.
+It uses the engine's decode layout, with one operation each way, and hooks that receive. Rows are placed as in DeepEP.
+Sums are rounded as in the engine: each rank's sum over its experts is rounded to bfloat16 before the owner adds them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, float8
-from ep_dispatcher.integrations.deep_ep.config import say_without_effect
+from ep_dispatcher.argument_types import QuantizeBlocks
+from ep_dispatcher.integrations.deep_ep.buffer_pool import BufferKey, BufferPool, DecodeBuffer, PoolUser
+from ep_dispatcher.integrations.deep_ep.config import warn_ignored
 from ep_dispatcher.integrations.deep_ep.events import EventOverlap, outside_graphs
-from ep_dispatcher.integrations.deep_ep.handle import carried_by, carrying, missing, note_missing
-from ep_dispatcher.integrations.deep_ep.late import LateMistakes
-from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, repeated, version_of
-from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool, PoolUser
-from ep_dispatcher.integrations.deep_ep.rows import SMALLEST, Kind, numbered_rows
+from ep_dispatcher.integrations.deep_ep.handle import attach, attached_to, log_placeholders, placeholder
+from ep_dispatcher.integrations.deep_ep.late_errors import LateErrors
+from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, repeated_expert_error, version_of
+from ep_dispatcher.integrations.deep_ep.row_conversion import SMALLEST, RowFormat, numbered_rows
 
 _OTHER_EXPERT = "topk_idx has an expert that the token was not dispatched to"
-_ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
+_ONE_PLACE = "low latency has one place for each token and expert, as DeepEP has in a combine"
 
 
-class Trip:
-    """A low_latency_dispatch for its combines, which its handle carries.
+class LowLatencyPlan:
+    """What a combine needs from its low_latency_dispatch. The handle carries it.
 
     topk_idx        the caller's tensor, from which the engine's handle was made
     shape           num_local_experts, rows_per_group, hidden
@@ -36,13 +37,13 @@ class Trip:
 
     def __init__(
         self,
-        hooked: HookedBuffer,
+        decode_buffer: DecodeBuffer,
         handle: ep.Handle,
         topk_idx: Tensor,
         shape: tuple[int, int, int],
-        late: LateMistakes,
+        late: LateErrors,
     ):
-        self._hooked, self._handle, self.topk_idx, self.shape = hooked, handle, topk_idx, shape
+        self._decode_buffer, self._handle, self.topk_idx, self.shape = decode_buffer, handle, topk_idx, shape
         self._version, self._late = version_of(topk_idx), late
         self.combine_buffer: Tensor | None = None
 
@@ -54,20 +55,22 @@ class Trip:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
         """Return the sums, and with ``hook`` the function to call before reading them."""
-        weights, buffer = self._weights(topk_idx, topk_weights), self._hooked.ready()
-        self._hooked.turn[0] += 1
-        measure(buffer, "combine", waits)
+        weights, buffer = self._weights(topk_idx, topk_weights), self._decode_buffer.ready()
+        self._decode_buffer.turns.count += 1
+        record_waits(buffer, "combine", waits)
         combined = buffer.combine(x, self._handle, weights=weights, out=out, return_hook=hook)
-        return combined.x, self._hooked.hook(combined) if hook else None
+        return combined.x, self._decode_buffer.hook(combined) if hook else None
 
     def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Return the weights in the columns of the dispatch. A combine may order choices otherwise, or omit some.
+        """Return the weights in the columns of the dispatch. A combine may order choices differently, or omit some.
 
-        Refuse experts that the token was not dispatched to; their weights count for nothing.
+        Refuse experts that the token was not dispatched to. Their weights are ignored.
         """
         if version_of(self.topk_idx) != self._version:
-            allowed = "it has to have the choices of the dispatch, or EP_DISPATCHER_DEEP_EP_EXACT=1 has to be set"
-            checks.refuse(f"topk_idx was changed in place after the dispatch: {allowed}")
+            checks.refuse(
+                "topk_idx was changed in place after the dispatch: leave the choices as they were, or set "
+                "EP_DISPATCHER_DEEP_EP_EXACT=1"
+            )
         if is_same_memory(topk_idx, self.topk_idx):
             return topk_weights
         is_chosen = topk_idx >= 0
@@ -76,15 +79,15 @@ class Trip:
         return torch.where(same, topk_weights[:, :, None], 0.0).sum(1)
 
 
-def trip_of(handle: tuple) -> Trip:
-    trip = carried_by(handle, 1)
-    if not isinstance(trip, Trip):
+def plan_of(handle: tuple) -> LowLatencyPlan:
+    plan = attached_to(handle, 1)
+    if not isinstance(plan, LowLatencyPlan):
         allowed = "the handle of a low_latency_dispatch, or a tuple or list of its items"
         checks.fail("handle", f"of type {type(handle).__name__}", allowed)
-    return trip
+    return plan
 
 
-def sources(buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+def exchange_sources(buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
     """Return recv_src_info and recv_layout_range of a dispatch by the same topk_idx. Exchanges 16 bytes per row."""
     most = buffer.config.max_tokens_per_rank
     sent = numbered_rows(len(topk_idx), rank * most, topk_idx.device)
@@ -97,8 +100,8 @@ def sources(buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int) -> t
     return number % most, (num_rows.cumsum(1) - num_rows) << 32 | num_rows
 
 
-def measure(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> None:
-    """Let the next operation add its wait for each rank to ``waits``, if not None."""
+def record_waits(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> None:
+    """Let the next operation add its wait for each rank to ``waits``, unless that is None."""
     name = f"{operation}_wait_ns"
     if getattr(buffer, name) is not waits:
         setattr(buffer, name, waits)
@@ -111,9 +114,9 @@ class LowLatency(PoolUser):
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-    _chosen_sms: int | None = None  # by Buffer.set_num_sms; None: the engine's default
+    _chosen_sms: int | None = None  # what Buffer.set_num_sms was given; None: the engine's default
 
-    def _live_pool(self) -> Pool:
+    def _ready_pool(self) -> BufferPool:
         return self._pool_for(self._chosen_sms)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -153,12 +156,12 @@ class LowLatency(PoolUser):
         recv_count int32 [num_local_experts]
         handle     (recv_src_info int32 [num_local_experts, rows_per_group], the row's token on its source rank;
                    recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...).
-                   These two need EP_DISPATCHER_DEEP_EP_EXACT=1; otherwise they are handle.missing
+                   These two need EP_DISPATCHER_DEEP_EP_EXACT=1; otherwise they are handle.placeholder
         cumulative_local_expert_recv_stats  int32 [num_local_experts]; the dispatch adds recv_count
         dispatch_wait_recv_cost_stats       int64 [num_ranks]; the dispatch adds its wait for each rank, in nanoseconds
                    (``ep.Buffer.dispatch_wait_ns``; DeepEP counts clock cycles)
-        hook       with return_recv_hook: call it before reading recv_x. Two dispatches may wait for their hooks; a
-                   third one calls the first hook
+        hook       with return_recv_hook: call it before reading recv_x. Two dispatches may have pending hooks; a third
+                   one calls the first hook
         use_nvfp4, x_global_scale  of a branch of DeepEP that SGLang calls: NotImplementedError
 
         An expert may occur only once in a row of topk_idx: NotImplementedError, on a GPU a late ValueError. Raises
@@ -176,9 +179,9 @@ class LowLatency(PoolUser):
         checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (x.shape[0], "num_topk"), x.device.type)
         _check_float8(x.shape[1], use_fp8, round_scale, use_ue8m0)
-        mistake: Exception | None = repeated(topk_idx, _ONE_PLACE)
+        error: Exception | None = repeated_expert_error(topk_idx, _ONE_PLACE)
         if x.shape[0] > most:
-            mistake = ValueError(
+            error = ValueError(
                 f"x has {x.shape[0]} tokens on rank {pool.group.rank()}, but at most "
                 f"num_max_dispatch_tokens_per_rank = {most}"
             )
@@ -189,42 +192,45 @@ class LowLatency(PoolUser):
         with self._comm.operation((x, topk_idx, stats, waits), None, async_finish) as operation:
             if pool.settings().exact:
                 topk_idx = topk_idx.clone()  # the program may change its own
-                smallest = Key(SMALLEST, num_experts, topk_idx.shape[1])
-                other = pool.in_turn(smallest, most, self.enable_shrink).ready()
-                if mistake is not None:
-                    pool.refuse(mistake)
-                measure(other, "dispatch", waits)
-                src_info, ranges = sources(other, pool.group.rank(), topk_idx, num_ranks)
+                smallest = BufferKey(SMALLEST, num_experts, topk_idx.shape[1])
+                other = pool.next_decode_buffer(smallest, most, self.enable_shrink).ready()
+                if error is not None:
+                    pool.refuse(error)
+                record_waits(other, "dispatch", waits)
+                src_info, ranges = exchange_sources(other, pool.group.rank(), topk_idx, num_ranks)
                 operation.hand_over(src_info, ranges)
             else:
-                note_missing("recv_src_info and recv_layout_range")
-                src_info = missing(num_local, shape[1], device=x.device)
-                ranges = missing(num_local, num_ranks, dtype=torch.int64, device=x.device)
-            key = Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1])
-            hooked = pool.in_turn(key, most, self.enable_shrink)
-            if mistake is not None:
-                pool.refuse(mistake)
-            buffer = hooked.ready()
-            measure(buffer, "dispatch", waits)
+                log_placeholders("recv_src_info and recv_layout_range")
+                src_info = placeholder(num_local, shape[1], device=x.device)
+                ranges = placeholder(num_local, num_ranks, dtype=torch.int64, device=x.device)
+            key = BufferKey(RowFormat(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1])
+            decode_buffer = pool.next_decode_buffer(key, most, self.enable_shrink)
+            if error is not None:
+                pool.refuse(error)
+            buffer = decode_buffer.ready()
+            record_waits(buffer, "dispatch", waits)
+            quantize: QuantizeBlocks | None = None
+            if use_fp8:
+                quantize = checks.POWERS_OF_TWO if round_scale else "e4m3_1x128"
             out = buffer.dispatch(
                 x,
                 topk_idx,
                 layout="decode",
-                quantize=(checks.POWERS_OF_TWO if round_scale else "e4m3_1x128") if use_fp8 else None,
+                quantize=quantize,
                 scale_format="ue8m0" if use_ue8m0 else "float32",
                 return_hook=return_recv_hook,
             )
             counts, hook = out.tokens_per_expert, None
-            complete = partial(stats.add_, counts) if stats is not None else None
+            add_counts = None if stats is None else partial(stats.add_, counts)
             if return_recv_hook:
-                hook = hooked.hook(out, complete)
-            elif complete is not None:
-                complete()
-            trip = Trip(hooked, out.handle, topk_idx, shape, pool.late)
+                hook = decode_buffer.hook(out, add_counts)
+            elif add_counts is not None:
+                add_counts()
+            plan = LowLatencyPlan(decode_buffer, out.handle, topk_idx, shape, pool.late)
             recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
-            operation.hand_over(recv_x, counts, trip)
+            operation.hand_over(recv_x, counts, plan)
         operation.keep_tensors()
-        handle = src_info, carrying(ranges, trip), most, x.shape[1], num_experts
+        handle = src_info, attach(ranges, plan), most, x.shape[1], num_experts
         return recv_x, counts, handle, operation.event, hook
 
     def low_latency_combine(
@@ -284,25 +290,25 @@ class LowLatency(PoolUser):
         )
         given = [name for name, value in signals.items() if value is not None]
         if given:
-            say_without_effect(", ".join(given), "they describe the signals of overlap=True")
-        trip = trip_of(handle)
+            warn_ignored(", ".join(given), "they describe the signals of overlap=True")
+        plan = plan_of(handle)
         if use_logfmt:
-            say_without_effect("use_logfmt", "rows travel as bfloat16")
+            warn_ignored("use_logfmt", "rows travel as bfloat16")
         if zero_copy:
-            if trip.combine_buffer is None:
+            if plan.combine_buffer is None:
                 checks.refuse("zero_copy is True without get_next_low_latency_combine_buffer(handle) before it")
-            x = trip.combine_buffer
-        device, num_tokens = x.device.type, trip.topk_idx.shape[0]
-        checks.tensor("x", x, (torch.bfloat16,), trip.shape, device)
+            x = plan.combine_buffer
+        device, num_tokens = x.device.type, plan.topk_idx.shape[0]
+        checks.tensor("x", x, (torch.bfloat16,), plan.shape, device)
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), device)
         checks.tensor("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape), device)
         if out is not None:
-            checks.tensor("out", out, (torch.bfloat16,), (num_tokens, trip.shape[2]), device)
+            checks.tensor("out", out, (torch.bfloat16,), (num_tokens, plan.shape[2]), device)
         waits = combine_wait_recv_cost_stats
         self._check_call(x, async_finish, return_recv_hook, combine_wait_recv_cost_stats=waits)
-        inputs = x, topk_idx, topk_weights, out, waits, trip
+        inputs = x, topk_idx, topk_weights, out, waits, plan
         with self._comm.operation(inputs, None, async_finish) as operation:
-            combined_x, hook = trip.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
+            combined_x, hook = plan.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
             operation.hand_over(combined_x)
         operation.keep_tensors()
         return combined_x, operation.event, hook
@@ -310,10 +316,10 @@ class LowLatency(PoolUser):
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> Tensor:
         """Return the tensor that low_latency_combine reads with this handle and zero_copy; bfloat16, shaped as x."""
         self._check_low_latency()
-        trip = trip_of(handle)
-        if trip.combine_buffer is None:
-            trip.combine_buffer = torch.empty(trip.shape, dtype=torch.bfloat16, device=trip.topk_idx.device)
-        return trip.combine_buffer
+        plan = plan_of(handle)
+        if plan.combine_buffer is None:
+            plan.combine_buffer = torch.empty(plan.shape, dtype=torch.bfloat16, device=plan.topk_idx.device)
+        return plan.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask a rank by hand, for later operations. Needs enable_shrink=True. Call it on all ranks but the masked one.
@@ -324,7 +330,7 @@ class LowLatency(PoolUser):
         rank = checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if not mask:
             status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
-            pool.add_masks(status)
+            pool.merge_masks_into(status)
             if status[rank]:
                 raise NotImplementedError(
                     f"low_latency_update_mask_buffer cannot let the masked rank {rank} in alone: call "
@@ -339,14 +345,14 @@ class LowLatency(PoolUser):
         """Fill int32 [num_ranks] with 1 for each masked rank, after the earlier operations in the current stream."""
         pool = self._check_low_latency()
         checks.tensor("mask_status", mask_status, (torch.int32,), (self.group_size,), mask_status.device.type)
-        pool.add_masks(mask_status.zero_())
+        pool.merge_masks_into(mask_status.zero_())
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmask all ranks. Collective if buffers have masks: masked ranks call it too. In DeepEP it is local."""
         self._check_low_latency().unmask()
 
-    def _check_low_latency(self) -> Pool:
-        pool = self._live_pool()
+    def _check_low_latency(self) -> BufferPool:
+        pool = self._ready_pool()
         if not self.low_latency_mode:
             checks.refuse("this buffer was made without low_latency_mode=True, which low_latency_ methods need")
         return pool
@@ -364,7 +370,7 @@ def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool
     if use_ue8m0 and not (use_fp8 and round_scale):
         checks.fail("use_ue8m0", True, "False without use_fp8 and round_scale")
     if round_scale and not use_fp8:
-        say_without_effect("round_scale", "only rows with use_fp8 have scales")
+        warn_ignored("round_scale", "only rows with use_fp8 have scales")
     granularity = float8.BLOCK * float8.SCALES_OF_INT if use_ue8m0 else checks.ROW_GRANULARITY
     if use_fp8 and hidden % granularity:
         checks.refuse(f"x has hidden {hidden}, but use_fp8 needs a multiple of {granularity}")

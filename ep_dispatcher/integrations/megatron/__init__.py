@@ -9,7 +9,8 @@ or, with no edit of any file,
     torchrun ... -m ep_dispatcher.integrations.megatron pretrain_gpt.py <arguments> \
         --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ep_dispatcher
 
-Importing this module imports nothing of Megatron: a launcher may still choose which Megatron that is.
+Importing this module imports nothing of Megatron: a launcher may still choose which Megatron that is. plugin.py has the
+tables of what register() replaces, and dispatcher/dispatcher.py begins with the road of one forward pass.
 """
 
 from importlib import import_module

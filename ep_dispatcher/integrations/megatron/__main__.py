@@ -4,16 +4,16 @@ torchrun ... -m ep_dispatcher.integrations.megatron pretrain_gpt.py <arguments o
     --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ep_dispatcher
 torchrun ... -m ep_dispatcher.integrations.megatron -m package.module <arguments of the module>
 
-The two flags choose this dispatcher, as do these fields of a TransformerConfig that the script makes. Rank 0 prints a
-line when it is in use, or when an MoE layer has another dispatcher. The script's own --help also has the arguments
---ep-dispatcher-...
+The two flags choose this dispatcher, and so do the fields of the same names if the script makes a TransformerConfig
+itself. Rank 0 prints a line when the dispatcher is in use, or when an MoE layer has another one. The script's own
+--help also lists the arguments --ep-dispatcher-...
 """
 
 from __future__ import annotations
 
 import os
 
-from ep_dispatcher.integrations.launch import launch
+from ep_dispatcher.integrations.run_program import run_program
 
 
 def prepare() -> None:
@@ -26,4 +26,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    launch("ep_dispatcher.integrations.megatron", __doc__, prepare)
+    run_program("ep_dispatcher.integrations.megatron", __doc__, prepare)

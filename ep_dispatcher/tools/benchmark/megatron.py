@@ -121,7 +121,7 @@ def dispatchers(
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from ep_dispatcher.integrations.megatron.dispatcher.limits import SMS_FIELDS
+        from ep_dispatcher.integrations.megatron.dispatcher.megatron_config import SMS_FIELDS
 
         settings = dict(
             num_layers=1,

@@ -1,4 +1,4 @@
-"""The command line of the parity tool, and what will run: two dispatchers, and the settings of their layers."""
+"""The command line of the parity tool. It yields a Run: two dispatchers, and the settings of their layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
     )
     names = dispatchers.names()
     flags.add_own(parser, names)
-    of_dispatcher.add_to(parser)
+    of_dispatcher.add_arguments(parser)
     group = parser.add_argument_group("flags of Megatron, with its meanings; all others are accepted, and named")
     known = flags.of_megatron()
     known[dispatchers.BACKEND]["choices"] = [name for name in names if name not in dispatchers.MEGATRONS]
@@ -92,7 +92,12 @@ def _default(run: Run, flag: str, value: Any) -> Any:
 def _complete(run: Run) -> None:
     settings = run.settings
     impl = settings.get("transformer_impl")
-    _demand(impl != "inference_optimized", "--transformer-impl", impl, "local, transformer_engine: this trains")
+    _demand(
+        impl != "inference_optimized",
+        "--transformer-impl",
+        impl,
+        "local or transformer_engine, which can train",
+    )
     without = "local layers" if run.transformer_engine else "without Transformer Engine"
     run.transformer_engine = run.transformer_engine and impl != "local"
     settings["transformer_impl"] = "transformer_engine" if run.transformer_engine else "local"
@@ -111,8 +116,8 @@ def _complete(run: Run) -> None:
         for name in ("cuda_graph_scope", "cuda_graph_modules"):
             settings.pop(name, None)
     if "cuda_graph_impl" in settings:
-        run.changes.append("--cuda-graph-impl: checked; the layer itself runs without a graph")
-    run.changes += [f"{flag}: the layer runs without, because it needs a whole model" for flag in run.others.not_run]
+        run.changes.append("--cuda-graph-impl: only checked, and the layer runs without a graph")
+    run.changes += [f"{flag}: the layer runs without it, because it needs a whole model" for flag in run.others.not_run]
     settings |= {"num_layers": 1, "num_attention_heads": settings["tensor_model_parallel_size"]}
     settings |= {"perform_initialization": False, "use_cpu_initialization": run.cpu}
 
@@ -124,7 +129,7 @@ def _sizes(run: Run) -> None:
     if tp == 1:
         settings.pop("sequence_parallel", None)  # as Megatron's arguments do
     elif not settings.get("sequence_parallel"):
-        raise Refused(f"--sequence-parallel: not given; Megatron trains MoE layers with {TP} {tp} only with it")
+        raise Refused(f"--sequence-parallel is not given, but Megatron trains MoE layers with {TP} {tp} only with it")
     etp = settings.setdefault("expert_tensor_parallel_size", tp)
     _demand(ranks % etp == 0, "--expert-tensor-parallel-size", etp, f"a divisor of the {ranks} ranks")
     groups, experts, flag = ranks // etp, settings.get("num_experts"), "--expert-model-parallel-size"
@@ -228,7 +233,7 @@ def _dispatchers(run: Run) -> None:
         given = ", ".join(map(flag_of, run.ours))
         raise Refused(f"{given} is given to compare {run.tested} with {run.reference}, but works with {OURS} alone")
     if run.reference == "allgather" and args.against is None and is_possible["alltoall"] is not None:
-        run.changes.append(f"compared with allgather, not alltoall: {is_possible['alltoall']}")
+        run.changes.append(f"compared with allgather instead of alltoall: {is_possible['alltoall']}")
 
 
 def settings_of(run: Run, name: str) -> dict[str, Any]:

@@ -1,28 +1,28 @@
-"""Compares two dispatchers of Megatron: one MoE layer of your configuration, its outputs and every gradient.
+"""Compares two dispatchers of Megatron in one MoE layer of your configuration: its outputs and every gradient.
 
 torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
     --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --expert-model-parallel-size 4 --bf16 ...
 
-Takes the flags of a Megatron training job. The dispatcher that they choose is compared with --against; both names are
-in the verdict. To see whether the gradients of DeepEP are right in your layer, say
+It takes the flags of a Megatron training job. The dispatcher that they choose is compared with --against, and the
+verdict names both. To see whether the gradients of DeepEP are right in your layer, run it with
 
     --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep --against alltoall ...
 
-Without such flags ep_dispatcher is compared with alltoall. If ep_dispatcher is neither of the two, Megatron runs as it
-is. Runs on GPUs (NCCL), or without any on the CPU (gloo). Both layers get the same weights and the same tokens.
+Without such flags ep_dispatcher is compared with alltoall. If ep_dispatcher is neither of the two, Megatron is not
+changed. It runs on GPUs (NCCL), or on the CPU (gloo) if there are none. Both layers get the same weights and tokens.
 
-Flags that do not concern an MoE layer are named. A flag that looks misspelt is refused, and the verdict names those
-that are unknown. The arguments --ep-dispatcher-... are for the layer with ep_dispatcher alone.
+Flags that do not concern an MoE layer are listed. A flag that looks misspelled is refused, and the verdict lists
+unknown flags. The arguments --ep-dispatcher-... apply to the layer with ep_dispatcher only.
 
 The rule: a tensor is the same if its largest difference is at most `limit` times its largest absolute value.
   float32             1e-5
   bfloat16, float16   top-k x expert tensor parallel size + 2 roundings: 2^-8 each in bfloat16, 2^-11 in float16
   FP8, FP4            1/8: rows in another order may share other scales
 Below float32 there is a second rule. A layer with alltoall also runs in float32, on the same weights and routing
-logits. One of the two dispatchers is the reference: alltoall or allgather, otherwise the one of --against. The root
-mean square distance of the other one from the float32 run, over all ranks and steps, must be at most 1.25 times that of
-the reference, plus a quarter of a rounding of the tensor's root mean square. In FP8 and FP4 the distance of the
-reference without them is shown beside it.
+logits. One of the two dispatchers is the reference: alltoall or allgather, otherwise the one given by --against. The
+root mean square distance of the other one from the float32 run, over all ranks and steps, must be at most 1.25 times
+the distance of the reference, plus a quarter of a rounding of the tensor's root mean square. In FP8 and FP4 the
+distance of the reference without them is shown as well.
 
 Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
 exits with 1 for all but 0.)
@@ -59,7 +59,7 @@ from ep_dispatcher.tools.parity.profile import Profile, profile_layer
 from ep_dispatcher.tools.parity.profile import table as profile_table
 from ep_dispatcher.tools.parity.report import Part, Row, Seconds
 
-FLOAT32, UNQUANTISED = "float32", "without FP8 or FP4"
+FLOAT32, UNQUANTIZED = "float32", "without FP8 or FP4"
 say = partial(print, flush=True)
 
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_process_group())
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Megatron's, of each rank, about missing packages and deprecated calls
+        warnings.simplefilter("ignore")  # Megatron warns on each rank about missing packages and deprecated calls
         if dist.get_rank() != 0:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
@@ -77,14 +77,14 @@ def main(argv: list[str] | None = None) -> int:
         except Refused as refusal:
             say(f"refused: {refusal}")
             code = 2
-        dist.barrier()  # torchrun stops the others as soon as one exits with an error: first let all print
+        dist.barrier()  # first let all ranks print: torchrun stops the others as soon as one exits with an error
         if code and "TORCHELASTIC_RUN_ID" in os.environ:
-            _show_progress(f"exit code {code}, as said above. torchrun's own report of it follows, and says no more.")
+            _show_progress(f"exit code {code}, as said above. torchrun's own report follows, and adds nothing.")
     return code
 
 
 def _show_progress(text: str) -> None:
-    """Say on rank 0 what takes time now, on stderr: stdout has the results."""
+    """Print on rank 0 what takes time now. It goes to stderr, because stdout has the results."""
     if dist.get_rank() == 0:
         say(f"parity: {text}", file=sys.stderr)
 
@@ -108,7 +108,7 @@ def _process_group() -> Iterator[None]:
 
 
 def _agreed_run(argv: list[str]) -> Run:
-    """Return what is to run. Raise Refused on all ranks if one of them refuses: a package may be missing on a host."""
+    """Return the run. Raise Refused on all ranks if one of them refuses, because a package may be missing on a host."""
     run, refusal = None, None
     try:
         run = _parse(argv)
@@ -124,7 +124,7 @@ def _parse(argv: list[str]) -> Run:
     try:
         import megatron.core  # noqa: F401
     except ImportError as error:
-        raise Refused(registration.cannot_import(error)) from error
+        raise Refused(registration.why_not_importable(error)) from error
     gpu = has_te = torch.cuda.is_available()
     if gpu:
         from megatron.core.extensions import transformer_engine
@@ -180,7 +180,7 @@ def _versions(run: Run) -> str:
 
 
 def _what_ran(layers: dict[str, Any], run: Run) -> str:
-    """Return lines with the classes that have run, as found in the layers."""
+    """Return lines that name the classes that have run, as found in the layers."""
     lines = []
     for name in (run.reference, run.tested):
         dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
@@ -197,7 +197,8 @@ def _how_experts_ran(module: torch.nn.Module) -> str:
     from ep_dispatcher.integrations.megatron.grouped_experts import experts
 
     grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(module) else ""
-    return grouped + ", in FP8" * experts.is_float8(module)
+    in_float8 = ", in FP8" if experts.is_float8(module) else ""
+    return grouped + in_float8
 
 
 @contextlib.contextmanager
@@ -228,7 +229,11 @@ def _megatron(run: Run) -> Iterator[None]:
 def _make_layers(run: Run) -> dict[str, Any]:
     """Make a layer per dispatcher, and below float32 one in float32. Raise Refused if one of them refuses."""
     settings = run.settings
-    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    dtype = torch.float32
+    if settings.get("bf16"):
+        dtype = torch.bfloat16
+    elif settings.get("fp16"):
+        dtype = torch.float16
     settings["params_dtype"] = dtype
     wanted = {name: arguments.settings_of(run, name) for name in (run.tested, run.reference)}
     if dtype != torch.float32:
@@ -237,7 +242,7 @@ def _make_layers(run: Run) -> dict[str, Any]:
         plain = {n: v for n, v in arguments.settings_of(run, run.exact).items() if n not in low}
         wanted[FLOAT32] = plain | {"params_dtype": torch.float32}
         if settings.get("fp8") or settings.get("fp4"):
-            wanted[UNQUANTISED] = plain | {n: settings[n] for n in ("bf16", "fp16") if n in settings}
+            wanted[UNQUANTIZED] = plain | {n: settings[n] for n in ("bf16", "fp16") if n in settings}
     layers, refusal = {}, None
     try:
         for name, one in wanted.items():
@@ -253,7 +258,7 @@ def _make_layers(run: Run) -> dict[str, Any]:
     for layer in layers.values():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             tensor.detach().copy_(values[name])
-    for name in layers.keys() & {FLOAT32, UNQUANTISED}:
+    for name in layers.keys() & {FLOAT32, UNQUANTIZED}:
         inputs.follow_routing(reference.router, layers[name].router)
     return layers
 
@@ -266,7 +271,7 @@ def _gather(mine: Any) -> list[Any]:
 
 
 def _text_of(error: Exception) -> str:
-    """Return the text, without the addition of build_module(); the line of code for an assertion without a text."""
+    """Return the text without what build_module() adds, or the line of code of an assertion without a text."""
     text = re.sub(r" when instantiating \w+$", "", str(error))
     return text or f"{type(error).__name__} in Megatron: {traceback.extract_tb(error.__traceback__)[-1].line}"
 
@@ -348,9 +353,9 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
     """Run all steps that are compared. Return the differences of all ranks by tensor, the same on every rank."""
     mine: dict[str, list[Part]] = {}
     for step in range(run.args.steps):
-        first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
+        first = "; Megatron compiles in the first one, which can take minutes on few cores" if step == 0 else ""
         _show_progress(f"comparing, step {step + 1} of {run.args.steps}{first}")
-        results: dict[str, dict[str, Tensor | None]] = {FLOAT32: {}, UNQUANTISED: {}}
+        results: dict[str, dict[str, Tensor | None]] = {FLOAT32: {}, UNQUANTIZED: {}}
         x, grad = inputs.tokens(run, step)
         pair = (run.reference, run.tested)
         for name in (*pair, *layers.keys() - {*pair}):  # float32 follows the reference
@@ -362,10 +367,12 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
             where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
             reference = results[run.reference][name]
             if tested is not None and reference is not None:
-                others = results[FLOAT32].get(name), results[UNQUANTISED].get(name)
+                others = results[FLOAT32].get(name), results[UNQUANTIZED].get(name)
                 parts.append(report.part_of(tested, reference, *others, where, expert))
-            elif (either := tested if reference is None else reference) is not None:
-                parts.append(Part(tuple(either.shape), where, expert))
+            elif tested is not None:  # only one of them has this gradient
+                parts.append(Part(tuple(tested.shape), where, expert))
+            elif reference is not None:
+                parts.append(Part(tuple(reference.shape), where, expert))
     everyone = _gather(mine)
     return {name: [part for of_rank in everyone for part in of_rank.get(name, ())] for name in mine}
 
@@ -412,23 +419,25 @@ def _profiles(layers: dict[str, Any], run: Run) -> dict[str, Profile]:
 def _without_experts(layer) -> Iterator[None]:
     """Let experts only multiply their rows by the probabilities.
 
-    The rows arrive as before, also those for experts in grouped GEMMs.
+    The rows arrive as before, also for experts in grouped GEMMs.
     """
-    from ep_dispatcher.integrations.megatron.dispatcher.handover import Deferred, Quantized
-    from ep_dispatcher.integrations.megatron.grouped_experts import deferred  # imports Megatron, which not all have
-    from ep_dispatcher.integrations.megatron.grouped_experts.layer import note_forward
+    from ep_dispatcher.integrations.megatron.dispatcher.experts_interface import PendingDispatch, QuantizedInput
+    from ep_dispatcher.integrations.megatron.grouped_experts import (
+        overlapped_dispatch,  # imports Megatron, which not all have
+    )
+    from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import register_forward
 
     def weigh(rows: Tensor, counts: Any, probs: Tensor) -> tuple[Tensor, None]:
         return (rows * probs.unsqueeze(-1)).to(rows.dtype), None
 
     def forward(rows: Tensor, counts: Any, probs: Tensor) -> tuple[Tensor, None]:
-        if isinstance(counts, Deferred):
-            return deferred.run_megatrons_way(counts, rows, probs, weigh), None
-        if isinstance(counts, Quantized):
-            rows = ep.dequantize(counts.pair(rows))
+        if isinstance(counts, PendingDispatch):
+            return overlapped_dispatch.run_megatron_experts(counts, rows, probs, weigh), None
+        if isinstance(counts, QuantizedInput):
+            rows = ep.dequantize(counts.with_anchor(rows))
         return weigh(rows, counts, probs)
 
-    note_forward(forward)  # it takes what ours takes, so the layer sees no change
+    register_forward(forward)  # it accepts what our forward accepts, so the layer sees no change
     layer.experts.forward = forward
     try:
         yield

@@ -65,8 +65,9 @@ def pair(chosen: str | None, against: str | None, is_possible: dict[str, str | N
     for name in (one, other):
         if is_possible.get(name) is not None:
             raise Refused(f"{name}: {is_possible[name]}")
-    trusts_one = one in MEGATRONS and other not in MEGATRONS
-    return Pair(other, one) if trusts_one else Pair(one, other)
+    if one in MEGATRONS and other not in MEGATRONS:
+        return Pair(tested=other, reference=one)
+    return Pair(tested=one, reference=other)
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -80,19 +81,19 @@ def without_lacking(name: str, settings: dict[str, Any]) -> tuple[dict[str, Any]
     """Return the settings that this dispatcher has, and sentences about those that it does not have."""
     lacking = [field for field in LACKING if settings.get(field) and _lacks(name, field)]
     kept = {field: value for field, value in settings.items() if field not in lacking}
-    return kept, [f"{flag_of(field)}: {name} does not have it, and runs without" for field in lacking]
+    return kept, [f"{flag_of(field)}: {name} does not have this feature, and runs without it" for field in lacking]
 
 
 def _lacks(name: str, field: str) -> bool:
     import megatron.core
 
     if field == "moe_shared_expert_overlap" and name in PARTS:
-        return registration.numbers(megatron.core.__version__) < (0, 18)
+        return registration.version_numbers(megatron.core.__version__) < (0, 18)
     return name in LACKING[field]
 
 
 def why_missing(name: str, cpu: bool, is_bfloat16: bool) -> str | None:
-    """Say what a dispatcher needs that is not here. None: nothing, as far as can be seen before it runs."""
+    """Return what a dispatcher needs that is missing here; None if nothing is missing, as far as can be seen."""
     from megatron.core.transformer.moe import fused_a2a
 
     if name == OURS:
@@ -106,14 +107,14 @@ def why_missing(name: str, cpu: bool, is_bfloat16: bool) -> str | None:
     attribute, module, package = PARTS[name]
     if getattr(fused_a2a, attribute, None) is None:
         return f"it needs {package}, and {_why_not_imported(module)}"
-    if is_ours(module):
+    if is_stand_in(module):
         return None  # runs on CPUs too, with rows of any dtype
     if cpu:
         return "it needs GPUs, and this machine has none"
-    return None if is_bfloat16 or name not in BFLOAT16_ONLY else "it carries bfloat16 rows alone; give --bf16"
+    return None if is_bfloat16 or name not in BFLOAT16_ONLY else "it carries bfloat16 rows only; give --bf16"
 
 
-def is_ours(module: str) -> bool:
+def is_stand_in(module: str) -> bool:
     """Return whether what is imported by this name is our stand-in for it."""
     buffer = getattr(importlib.import_module(module), "Buffer", None)
     return str(getattr(buffer, "__module__", "")).startswith("ep_dispatcher.")

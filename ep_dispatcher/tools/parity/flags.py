@@ -1,4 +1,4 @@
-"""The flags of the parity tool: its own, those of Megatron that concern an MoE layer, and what all others are."""
+"""The flags of the parity tool: its own, those of Megatron that concern an MoE layer, and a sorting of all others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Refused(Exception):
 
 
 class Others(NamedTuple):
-    """The flags that were given and that no layer here is made from, in their order."""
+    """The flags that were given but are not used to make a layer, in their order."""
 
     of_job: list[str]  # of Megatron, but not of an MoE layer
     not_run: list[str]  # of NOT_RUN
@@ -77,10 +77,12 @@ def add_own(parser: argparse.ArgumentParser, dispatchers: tuple[str, ...]) -> No
     )
     own.add_argument("--steps", type=number(int, 1), default=2, help="steps that are compared; default 2")
     own.add_argument("--timed-steps", **steps | {"default": 5}, help="further steps that are timed; default 5")
-    own.add_argument("--profiled-steps", **steps, help="steps whose time is shown by step of the layer; default 0")
-    own.add_argument("--seed", **steps | {"default": 1234}, help="of weights and tokens; default 1234")
-    own.add_argument("--uneven-tokens", action="store_true", help="another number of tokens on each rank, each step")
-    own.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
+    own.add_argument("--profiled-steps", **steps, help="further steps that are profiled, part by part; default 0")
+    own.add_argument("--seed", **steps | {"default": 1234}, help="seed of weights and tokens; default 1234")
+    own.add_argument(
+        "--uneven-tokens", action="store_true", help="use different numbers of tokens on ranks and in steps"
+    )
+    own.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to this file, as JSON")
     own.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw step times and differences as bars (needs Matplotlib)"
     )
@@ -137,7 +139,7 @@ def _options(annotation: Any) -> dict[str, Any] | None:
 
 
 def sort_others(rest: list[str], known: list[str]) -> Others:
-    """Sort the words that the parser left over. Raise Refused for a flag that looks like a misspelt ``known`` one."""
+    """Sort the words that the parser left over. Raise Refused for a flag that looks like a misspelled ``known`` one."""
     found = Others([], [], [])
     is_script = rest and not rest[0].startswith("--")
     training = _flags_of_training([Path(rest[0])] if is_script else [])

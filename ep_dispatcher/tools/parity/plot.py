@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = (".png", ".svg", ".pdf")
-COLOURS = ("#9aa5b1", "#1f6feb")  # of the reference, and of what is tested
+COLORS = ("#9aa5b1", "#1f6feb")  # of the reference, and of what is tested
 LEAST = 1e-9  # where bars of no difference begin
 
 
@@ -42,7 +42,7 @@ def _draw_times(axes: Any, figures: dict[str, Any]) -> None:
     width = 0.38
     for i, name in enumerate((figures["reference"], figures["tested"])):
         places = [place + (i - 0.5) * width for place in range(len(times))]
-        bars = axes.bar(places, [of[name] for of in times.values()], width, label=name, color=COLOURS[i])
+        bars = axes.bar(places, [of[name] for of in times.values()], width, label=name, color=COLORS[i])
         axes.bar_label(bars, fmt="%.2f")
     axes.set_xticks(range(len(times)), list(times))
     axes.margins(y=0.15)
@@ -58,7 +58,7 @@ def _draw_differences(axes: Any, tensors: dict[str, dict[str, Any]]) -> None:
     for place, one in enumerate(tensors.values()):
         difference = one["relative_difference"]  # None: infinite
         length = 10 * most if difference is None else max(difference, LEAST)
-        axes.barh(place, length - LEAST, left=LEAST, color=COLOURS[1] if one["ok"] else "#d1242f")
+        axes.barh(place, length - LEAST, left=LEAST, color=COLORS[1] if one["ok"] else "#d1242f")
         if one["limit"] > 0:
             axes.plot([one["limit"]] * 2, [place - 0.45, place + 0.45], color="black")
     axes.set_xscale("log")

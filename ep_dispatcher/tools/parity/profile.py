@@ -1,10 +1,10 @@
-"""Where the time of one MoE layer goes: host, host waits and kernels, by step of the layer.
+"""Measures where the time of one MoE layer goes: host, host waits and kernels, by step of the layer.
 
     found = profile_layer(layer, forward, backward, 5)   # backward(forward()) is one pass
     print(table({"alltoall": ..., "ep_dispatcher": found}))
 
-A kernel belongs to the step that launched it, whenever it ran. A host wait is a call that returns when the device has
-got somewhere. Profiling itself slows the host down: compare sides with each other, not with a run without it.
+A kernel belongs to the step that launched it, whenever it ran. A host wait is a call that returns only when the device
+has reached a certain point. Profiling slows the host down, so compare profiles with each other only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WAITS = (
 class Times:
     """Microseconds of one step, on the average of all profiled passes."""
 
-    host: float = 0.0  # from its begin to its end, waits included
-    waits: float = 0.0  # of the host
-    kernels: float = 0.0  # of all that it launched, one after the other
+    host: float = 0.0  # from begin to end, including waits
+    waits: float = 0.0  # of the host for the device
+    kernels: float = 0.0  # the sum over all kernels that the step launched
 
 
 @dataclass
@@ -51,13 +51,13 @@ class Profile:
 @contextlib.contextmanager
 def _named_steps(layer: Any) -> Iterator[None]:
     """Give profilers the steps of the layer by name."""
-    from ep_dispatcher.integrations.megatron.grouped_experts.layer import note_forward
+    from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import register_forward
 
     owners = [(layer.router, "forward", "router"), (layer.experts, "forward", "experts")]
     owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
         setattr(owner, method, record_function(PREFIX + step)(getattr(owner, method)))
-    note_forward(layer.experts.forward)
+    register_forward(layer.experts.forward)
     try:
         yield
     finally:
@@ -79,10 +79,10 @@ def profile_layer(layer: Any, forward: Callable[[], Any], backward: Callable[[An
                     backward(output)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
-    return summarise(found.events(), num_passes)
+    return summarize(found.events(), num_passes)
 
 
-def summarise(events: Iterable[Any], num_passes: int) -> Profile:
+def summarize(events: Iterable[Any], num_passes: int) -> Profile:
     """Return the times of each step from a profiler's events (torch.autograd.profiler_util.FunctionEvent)."""
     events = list(events)
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
@@ -105,7 +105,7 @@ def summarise(events: Iterable[Any], num_passes: int) -> Profile:
         for name in {step, WHOLE}:
             steps[name].waits += waits if step != WHOLE else 0  # the wait at the end of a pass is the profile's own
             steps[name].kernels += kernels
-    # The rest of a forward is in no step. A recompute runs steps in the backward: they are not of the forward.
+    # The rest of a forward is in no step. A recompute runs steps in the backward, which do not count for the forward.
     forwards = [w for name, w in windows if name == REST]
     for name, window in windows:
         if name in FORWARD and any(w.start <= window.start < w.end for w in forwards):

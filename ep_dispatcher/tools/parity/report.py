@@ -15,7 +15,7 @@ from ep_dispatcher.tools.parity.arguments import Run
 from ep_dispatcher.tools.parity.dispatchers import OURS
 from ep_dispatcher.tools.parity.flags import concerns_moe
 
-LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
+LIMIT_FLOAT32, LIMIT_QUANTIZED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLACK, SLACK_ROUNDINGS = 1.25, 0.25
 WITHOUT_EXPERTS = "without its experts"  # router, dispatcher and the weighting of the rows
@@ -32,14 +32,14 @@ class Part(NamedTuple):
     largest: float = 0.0  # of the reference's absolute values
     difference: float = math.inf  # if only one of them has this gradient
     # Sums: the reference's values; the distances from float32 of what is tested, of the reference, and of the reference
-    # unquantised.
+    # unquantized.
     squares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
 
 def part_of(
     tested: Tensor, reference: Tensor, exact: Tensor | None, plain: Tensor | None, where: str, expert: int | None
 ) -> Part:
-    """Compare a tensor. exact: in float32; plain: not quantised, if the others are"""
+    """Compare a tensor of both layers. exact: in float32; plain: unquantized, if the two are quantized"""
     shape = tuple(reference.shape)
     if tested.shape != reference.shape:
         return Part(shape, where, expert)
@@ -89,18 +89,18 @@ class Row:
         """Root mean square distances from float32: tested, reference, and what is allowed. None in float32."""
         if self.config.params_dtype == torch.float32:
             return None
-        near, far = self._distance(1), self._distance(2)
-        return near, far, SLACK * far + SLACK_ROUNDINGS * ROUNDING[self.config.params_dtype]
+        tested, reference = self._distance(1), self._distance(2)
+        return tested, reference, SLACK * reference + SLACK_ROUNDINGS * ROUNDING[self.config.params_dtype]
 
     @property
-    def unquantised(self) -> float | None:
+    def unquantized(self) -> float | None:
         """The reference's distance from float32 without FP8 and FP4. None if there is nothing to compare it with."""
-        return None if self.distances is None or not quantises(self.config) else self._distance(3)
+        return None if self.distances is None or not quantizes(self.config) else self._distance(3)
 
     @property
     def ok(self) -> bool:
-        near = self.distances is None or self.distances[0] <= self.distances[2]
-        return self.relative <= self.limit and near
+        is_near = self.distances is None or self.distances[0] <= self.distances[2]
+        return self.relative <= self.limit and is_near
 
     @property
     def title(self) -> str:
@@ -118,7 +118,7 @@ class Row:
         if not self.ok:
             verdict = f"DIFFERENT ({worst.where})" if worst and difference else "DIFFERENT"
         numbers = [self.largest, difference, self.relative, self.limit, *(self.distances or ())]
-        numbers += [] if self.unquantised is None else [self.unquantised]
+        numbers += [] if self.unquantized is None else [self.unquantized]
         shown = ["0" if number == 0 else f"{number:.1e}" for number in numbers]
         sizes = (f"{len(experts)} x " if experts else "") + str(shape)
         return [self.title, sizes, *shown, *[""] * (8 - len(shown)), verdict]
@@ -133,12 +133,12 @@ def _ratio(value: float, of: float) -> float:
 def limit_of(config) -> float:
     if config.params_dtype == torch.float32:
         return LIMIT_FLOAT32
-    if quantises(config):
-        return LIMIT_QUANTISED
+    if quantizes(config):
+        return LIMIT_QUANTIZED
     return (config.moe_router_topk * config.expert_tensor_parallel_size + 2) * ROUNDING[config.params_dtype]
 
 
-def quantises(config) -> bool:
+def quantizes(config) -> bool:
     return bool(config.fp8 or getattr(config, "fp4", None))
 
 
@@ -147,13 +147,13 @@ def quantises(config) -> bool:
 
 def opening(run: Run, config, versions: str) -> str:
     place = "the CPU (gloo)" if run.cpu else f"{torch.cuda.get_device_name()} (NCCL)"
-    tokens = f"{'up to ' if run.args.uneven_tokens else ''}{run.tokens * run.batch} tokens a rank"
+    tokens = f"{'up to ' if run.args.uneven_tokens else ''}{run.tokens * run.batch} tokens per rank"
     lists = {
         "Settings that differ from Megatron's defaults: ": settings_of(config),
         "Not given, so chosen here: ": [f"{flag} {value}" for flag, value in run.assumed.items()],
         "Not as given: ": run.changes,
-        "Given, and not of an MoE layer: ": run.others.of_job,
-        "Given, and unknown to this tool and this Megatron, so ignored: ": run.others.unknown,
+        "Given, but not of an MoE layer: ": run.others.of_job,
+        "Given, but unknown to this tool and this Megatron, and so ignored: ": run.others.unknown,
     }
     title = f"One MoE layer, {run.tested} against {run.reference}: {run.num_ranks} rank(s) on {place}, {tokens}"
     shown = [wrap(head + ("; " if of is run.changes else ", ").join(of)) for head, of in lists.items() if of]
@@ -162,7 +162,7 @@ def opening(run: Run, config, versions: str) -> str:
 
 def settings_of(config) -> list[str]:
     """Return the settings to show, by the names of TransformerConfig's fields."""
-    # Megatron has filled these in, without effect. The first two are what differs between the layers.
+    # The first two differ between the layers. Megatron has filled in the others, without effect.
     hidden = ["moe_token_dispatcher_type", "moe_flex_dispatcher_backend"]
     hidden += ["cuda_graph"] if config.cuda_graph_impl == "none" else []
     hidden += ["recompute"] if config.recompute_granularity is None else []
@@ -192,16 +192,16 @@ def table(rows: list[Row]) -> str:
 
 def rule(run: Run, config) -> str:
     limit = limit_of(config)
-    text = f"Over all ranks, steps: {run.args.steps}. ok: difference <= limit x largest; limit {limit:.1e} ("
+    text = f"Over all ranks and {run.args.steps} step(s). ok: difference <= limit x largest, with limit {limit:.1e} ("
     if config.params_dtype == torch.float32:
-        return wrap(f"{text}float32, sums in another order).", indent="")
-    if limit == LIMIT_QUANTISED:
+        return wrap(f"{text}float32, because sums may be in another order).", indent="")
+    if limit == LIMIT_QUANTIZED:
         text += "FP8 or FP4, whose scales depend on the order of the rows"
     else:
         text += f"{round(limit / ROUNDING[config.params_dtype])} roundings: top-k x expert tensor parallel size + 2"
     text += (
-        f"). And: root mean square distance of {run.tested} from a float32 run with {run.exact} (from f32, as a part "
-        f"of the tensor's own) <= {SLACK} x {run.reference}'s + {SLACK_ROUNDINGS} roundings."
+        f"). In addition, the root mean square distance of {run.tested} from a float32 run with {run.exact} (from f32, "
+        f"relative to the tensor's own) <= {SLACK} x {run.reference}'s + {SLACK_ROUNDINGS} roundings."
     )
     return wrap(text, indent="")
 
@@ -220,8 +220,8 @@ class Seconds(NamedTuple):
 def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
     """Return a table of ``times``: what was timed -> dispatcher -> seconds."""
     lines = [
-        f"Forward + backward of one layer, median of {num_steps} steps, the slowest rank of each. In brackets: until",
-        "the host has launched the forward, and all:",
+        f"Forward and backward of one layer: median of {num_steps} steps, the slowest rank of each. In parentheses:",
+        "until the host has launched the forward, and until it has launched everything:",
     ]
     for what, of in times.items():
         ms = {name: [f"{1e3 * one:.2f}" for one in seconds] for name, seconds in of.items()}
@@ -239,7 +239,7 @@ def verdict(run: Run, rows: list[Row]) -> str:
     pair = f"{run.tested} and {run.reference}"
     lines = [wrap(f"DIFFERENT: {pair}, in {', '.join(names)}") if names else f"the same within rounding: {pair}"]
     if run.changes:
-        lines.append(f"This is not the layer as given: {len(run.changes)} point(s) above, after 'Not as given'.")
+        lines.append(f"This is not the layer as given: see {len(run.changes)} point(s) above, after 'Not as given'.")
     if run.others.unknown:
         lines.append(wrap(f"Flags that were ignored because they are unknown: {', '.join(run.others.unknown)}"))
     if names:
@@ -248,7 +248,7 @@ def verdict(run: Run, rows: list[Row]) -> str:
 
 
 def _what_next(run: Run, rows: list[Row]) -> str:
-    """Say how to find out which of the two is wrong."""
+    """Return a sentence on how to find out which of the two is wrong."""
     farther = [row.distances[0] > row.distances[1] for row in rows if not row.ok and row.distances]
     if farther and all(farther):
         return f"{run.tested} is farther from float32 in all of these than {run.reference}."
@@ -259,12 +259,12 @@ def _what_next(run: Run, rows: list[Row]) -> str:
 
 
 def _errors(rows: list[Row]) -> str:
-    """Return a sentence about the errors of quantised runs; nothing of others."""
+    """Return a sentence about the errors of quantized runs, or "" for other runs."""
     found = []
     for row in rows:
-        if row.name in ("output", "input gradient") and row.distances and row.unquantised is not None:
+        if row.name in ("output", "input gradient") and row.distances and row.unquantized is not None:
             tested, reference, _ = row.distances
-            theirs = f"{row.reference}'s {reference:.2%}, without FP8 or FP4 {row.unquantised:.2%}"
+            theirs = f"{row.reference}'s {reference:.2%}, without FP8 or FP4 {row.unquantized:.2%}"
             found.append(f"{row.name} {tested:.2%} ({theirs})")
     return f"Relative error, as the distance from float32: {', '.join(found)}." if found else ""
 
@@ -286,7 +286,7 @@ def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, d
             "limit": row.limit,
             "distance_from_float32": tested,
             "reference_distance_from_float32": reference,
-            "unquantised_distance_from_float32": None if row.unquantised is None else number(row.unquantised),
+            "unquantised_distance_from_float32": None if row.unquantized is None else number(row.unquantized),
             "ok": row.ok,
         }
     return {

@@ -1,4 +1,4 @@
-"""The token dispatcher: Megatron's six steps on ep.dispatch and ep.combine, its settings, its buffers, its steps' ends.
+"""The token dispatcher: Megatron's six steps on ep.dispatch and ep.combine, with settings, buffers and checks.
 
-Nothing here imports the package grouped_experts.
+dispatcher.py begins with the road of one forward pass. Nothing here imports the package grouped_experts.
 """

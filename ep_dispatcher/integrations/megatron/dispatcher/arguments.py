@@ -1,8 +1,9 @@
-"""The settings of a job. Each is an argument of Megatron's command line, of register(), and a field of a config:
+"""The settings of a job. Each is an argument of Megatron's command line and of register(), and a field of a config:
 
     --ep-dispatcher-experts auto        register(experts="auto")        config.ep_dispatcher_experts = "auto"
 
-A field of a TransformerConfig, set before its layers are built, wins over the command line, and that over register().
+A field of a TransformerConfig that is set before its layers are built takes precedence over the command line, and the
+command line over register().
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _positive(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Argument:
-    kind: Callable[[str], Any]  # makes the value from text
+    parse: Callable[[str], Any]  # makes the value from text
     check: Callable[[str, Any], Any]  # raises ValueError for a (name, value) that is not allowed
     meaning: str
 
@@ -37,73 +38,73 @@ ARGUMENTS = {
     "experts": Argument(
         str,
         functools.partial(checks.one_of, allowed=("auto", "grouped", "megatron")),
-        "how routed experts run. auto: in a few grouped GEMMs where they can, and a line says why the others do not. "
-        "grouped: likewise, and a layer that cannot is an error. megatron: Megatron's way. Default: auto for layers "
-        "with this dispatcher, megatron for others",
+        "how routed experts run. auto: in a few grouped GEMMs where possible, and a line says why others do not. "
+        "grouped: likewise, but a layer that cannot is an error. megatron: as Megatron runs them. Default: auto for "
+        "layers with this dispatcher, megatron for others",
     ),
     "rank_capacity_factor": Argument(
         float,
         _positive,
-        "with experts in grouped GEMMs: the most rows of a rank in an MoE layer, divided by tokens per rank x top-k. "
-        "Then no host waits for counts. The optimizer step of an iteration with more rows is skipped, and the factor "
-        "grows; the expert parallel size is always enough. Default: rows are counted",
+        "with experts in grouped GEMMs: the most rows that a rank can receive in an MoE layer, divided by tokens per "
+        "rank x top-k. With it no host waits for row counts. If an iteration has more rows, its optimizer step is "
+        "skipped, and the factor grows; the expert parallel size is always enough. Default: no limit, rows are counted",
     ),
     "overlap": Argument(
         bool,
         checks.boolean,
-        "run dispatch and combine under the grouped GEMMs, where they can; a line says why other layers do not. Give "
-        "it alike on all ranks",
+        "overlap dispatch and combine with the grouped GEMMs where possible; a line says why other layers do not. All "
+        "ranks must be given the same",
     ),
     "num_sms": Argument(
         int,
         functools.partial(checks.integer, lowest=1),
-        "multiprocessors that dispatch and combine use at a time, at most. Default: Megatron's argument of this "
-        "meaning, else 32, or 24 if anything overlaps with them",
+        "the most multiprocessors that a dispatch or combine uses. Default: Megatron's argument with this meaning, "
+        "else 32, or 24 if anything overlaps with them",
     ),
     "max_tokens_per_rank": Argument(
         int,
         functools.partial(checks.integer, lowest=1),
-        "the most tokens that a rank brings to an MoE layer in one microbatch, alike on all ranks: sequence length x "
-        "micro batch size / (context parallel size, with sequence parallel x tensor parallel size). Default: "
+        "the most tokens that a rank brings to an MoE layer in one microbatch, the same on all ranks: sequence length "
+        "x micro batch size / context parallel size, and with sequence parallelism / tensor parallel size. Default: "
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK, else Megatron's arguments and the first forward pass",
     ),
     "stats_interval": Argument(
         int,
         functools.partial(checks.integer, lowest=1),
-        "after every so many steps, log to TensorBoard and W&B how uneven the rows of ranks and experts are, and which "
-        "rank the others wait for. No host waits for it. Default: never",
+        "every this many steps, log to TensorBoard and W&B how unevenly rows are spread over ranks and experts, and "
+        "which rank the others wait for. No host waits for this. Default: never",
     ),
     "gemm_sm_margin": Argument(
         bool,
         checks.boolean,
-        "let GEMMs of Transformer Engine leave a dispatch or combine the multiprocessors it uses, where Megatron "
-        "overlaps microbatches or shared experts",
+        "let GEMMs of Transformer Engine leave free the multiprocessors that a dispatch or combine uses, where "
+        "Megatron overlaps it with another microbatch or with shared experts",
     ),
 }
 
 
-def given(config: Any, name: str) -> Any:
-    """Return the value of a setting for the layers of this config; None: none was given."""
+def setting(config: Any, name: str) -> Any:
+    """Return the value of a setting for the layers of this config; None if it was not given."""
     value, active = getattr(config, PREFIX + name, None), registration.active()
-    if value is None and active is not None:
-        value = getattr(active.parsed, PREFIX + name, None)
-        return active.settings.get(name) if value is None else value
-    return value
+    if value is not None or active is None:
+        return value
+    value = getattr(active.parsed, PREFIX + name, None)
+    return active.settings.get(name) if value is None else value
 
 
-def experts(config: Any) -> str:
+def experts_mode(config: Any) -> str:
     """Return how the routed experts of this config are to run: auto, grouped or megatron."""
-    by_default = "auto" if registration.is_ours(config) or given(config, "overlap") else "megatron"
-    return given(config, "experts") or by_default
+    by_default = "auto" if registration.chooses_ep_dispatcher(config) or setting(config, "overlap") else "megatron"
+    return setting(config, "experts") or by_default
 
 
 def rank_capacity_factor(config: Any) -> float | None:
     """Return the factor, if experts of this config may run in grouped GEMMs."""
-    return None if experts(config) == "megatron" else given(config, "rank_capacity_factor")
+    return None if experts_mode(config) == "megatron" else setting(config, "rank_capacity_factor")
 
 
 def max_tokens_per_rank(config: Any) -> int | None:
-    value = given(config, "max_tokens_per_rank")
+    value = setting(config, "max_tokens_per_rank")
     return envs.max_tokens_per_rank() if value is None else value
 
 
@@ -121,17 +122,17 @@ def check(config: Any) -> None:
         if name.startswith(PREFIX):
             if name.removeprefix(PREFIX) not in ARGUMENTS:
                 settings = ", ".join(PREFIX + one for one in ARGUMENTS)
-                checks.refuse(f"config.{name} is no setting of ep_dispatcher; its settings are {settings}")
+                checks.refuse(f"config.{name} is not a setting of ep_dispatcher; its settings are {settings}")
             if value is not None:
                 ARGUMENTS[name.removeprefix(PREFIX)].check(f"config.{name}", value)
-    if given(config, "overlap") and experts(config) == "megatron":
+    if setting(config, "overlap") and experts_mode(config) == "megatron":
         checks.fail(flag("experts"), "megatron", f"auto or grouped with {flag('overlap')}")
 
 
-def read_by_parsers(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ArgumentParser.parse_known_args: a parser of Megatron's gets our name and our arguments.
+def wrap_parse_known_args(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ArgumentParser.parse_known_args, so that a parser of Megatron's gets our name and our arguments.
 
-    It works with each version of Megatron, and with parsers that a fork has written by hand.
+    This works with every version of Megatron, and with parsers that a fork has written by hand.
     """
 
     def parse_known_args(parser, *args, **kwargs):
@@ -140,7 +141,7 @@ def read_by_parsers(old: Callable[..., Any]) -> Callable[..., Any]:
             if action.choices is not None and registration.NAME not in action.choices:
                 action.choices = (*action.choices, registration.NAME)
         if backends and flag("experts") not in parser._option_string_actions:
-            add_to(parser)
+            add_arguments(parser)
         result = old(parser, *args, **kwargs)
         active = registration.active()
         if backends and active is not None:
@@ -150,10 +151,10 @@ def read_by_parsers(old: Callable[..., Any]) -> Callable[..., Any]:
     return parse_known_args
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ep_dispatcher")
     for name, argument in ARGUMENTS.items():
-        if argument.kind is bool:
+        if argument.parse is bool:
             group.add_argument(flag(name), action="store_true", default=None, help=argument.meaning)
         else:
             group.add_argument(flag(name), type=functools.partial(_from_text, name), help=argument.meaning)
@@ -162,7 +163,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def _from_text(name: str, text: str) -> Any:
     argument = ARGUMENTS[name]
     try:
-        value = argument.kind(text)
+        value = argument.parse(text)
     except ValueError:
         value = text  # the check says what is allowed
     try:

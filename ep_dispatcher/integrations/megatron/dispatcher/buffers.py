@@ -1,4 +1,4 @@
-"""The buffers of a training job: one for all layers that have the same group and the same kind of rows."""
+"""The buffers of a training job. All layers with the same group and the same kind of rows share one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ from torch.distributed import ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import Gather, History
-from ep_dispatcher.integrations.agree import all_reduce, say_in_use
+from ep_dispatcher.integrations.collectives import all_reduce
 from ep_dispatcher.integrations.job_stats import JobSums
-from ep_dispatcher.integrations.megatron.dispatcher import arguments, capacity, limits, registration, routing
+from ep_dispatcher.integrations.megatron.dispatcher import (
+    arguments,
+    megatron_config,
+    rank_capacity,
+    registration,
+    routing,
+)
+from ep_dispatcher.integrations.messages import announce
 from ep_dispatcher.memory import MAX_TOKENS, bytes_of, default_sms
 from ep_dispatcher.topology import registered_group
 from ep_dispatcher.wording import Wording
@@ -32,29 +39,30 @@ class MegatronWording(Wording):
     """Errors that speak of Megatron's routing map."""
 
     router_topk = 0  # of the first layer
-    limit: tuple[int, int] | None = None  # of limits.explained, if a rank capacity factor limits rows
+    # num_choices and num_ranks for rank_capacity.explained, if a rank capacity factor limits rows
+    capacity: tuple[int, int] | None = None
 
     def reword(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
-            if self.limit is not None:
-                error = limits.explained(error, *self.limit)
+            if self.capacity is not None:
+                error = rank_capacity.explained(error, *self.capacity)
             error = routing.explained(error, self.router_topk)
         return super().reword(error)
 
 
 class MegatronBuffer(ep.Buffer):
-    """A buffer of Megatron's layers, which find the plans of recomputes themselves."""
+    """A buffer of Megatron's layers. The dispatcher itself keeps the plans that a recompute uses."""
 
     wording: MegatronWording
     caller_keeps_plans = True
-    growth: History  # of the agreements to replace it by a larger one
+    growth: History  # of the attempts to agree on a larger buffer
 
     def make_wording(self) -> MegatronWording:
         return MegatronWording("layer {}, microbatch {}")
 
     @property
     def num_choices(self) -> int:
-        """The most choices of a rank: tokens x choices of a token. A rank capacity factor is a multiple of it."""
+        """The most choices of a rank: tokens x choices of a token. A rank capacity factor multiplies this number."""
         return self.config.max_tokens_per_rank * self.config.num_topk
 
 
@@ -62,14 +70,14 @@ class MegatronBuffer(ep.Buffer):
 class Buffers:
     """The buffers of this process, by group and kind of rows.
 
-    The last of a list is in use. Older ones stay, although the graphs of backwards in flight keep theirs: replays of
-    CUDA graphs write to their memory, what torch.compile has compiled names them, and check_buffers raises what their
+    Only the last buffer of a list is in use. The older and smaller ones stay for three reasons: replays of CUDA graphs
+    write to their memory, code that torch.compile has compiled names them, and check_buffers raises errors that their
     last operations have found late. All old ones together take at most as much memory as the last one.
     """
 
     made: dict[tuple, list[MegatronBuffer]] = field(default_factory=dict)
-    sums: JobSums = field(default_factory=JobSums)  # of what they count, if it is to be logged
-    has_warned: bool = False  # of a size that nobody gave
+    sums: JobSums = field(default_factory=JobSums)  # of their statistics, if these are to be logged
+    has_warned: bool = False  # whether the warning that no size was given has been printed
 
 
 _SIZE = arguments.flag("max_tokens_per_rank")
@@ -79,26 +87,29 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     """Return the buffer for these tokens [num_tokens, hidden]. The first use makes it, and is collective.
 
     Its size is max_tokens_per_rank of the arguments, else EP_DISPATCHER_MAX_TOKENS_PER_RANK. If neither is set, it is
-    the larger of two numbers: the tokens by Megatron's arguments (sequence length x micro batch size), if
-    there are any, and the most tokens of a rank in the first forward pass. Such a buffer grows when all ranks bring
-    more tokens at once, and with ``variable_seq_lengths`` when any rank does. Raises ValueError on a rank that alone
-    brings more, PeerTimeoutError (with the note) if a rank does not arrive.
+    the larger of two numbers: the tokens by Megatron's arguments (sequence length x micro batch size), if there are
+    any, and the most tokens of a rank in the first forward pass. Such a buffer grows when all ranks bring more tokens
+    at once, and with ``variable_seq_lengths`` when any rank does.
+
+    Raises ValueError on a rank that alone brings more, and PeerTimeoutError (with the note) if a rank does not arrive.
     """
     group = registered_group(group)
     num_tokens, hidden = hidden_states.shape
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
     key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
-    buffers = registration.part(Buffers)
-    made, given = buffers.made.get(key), arguments.max_tokens_per_rank(config)
-    if made and given is not None and num_tokens <= given == made[-1].config.max_tokens_per_rank:
-        return made[-1]  # the usual case, with few checks
+    buffers = registration.process_wide(Buffers)
+    made, given_size = buffers.made.get(key), arguments.max_tokens_per_rank(config)
+    if made and given_size is not None:
+        if num_tokens <= given_size and given_size == made[-1].config.max_tokens_per_rank:
+            return made[-1]  # the usual case, with few checks
     if made is None:
         living = dist.distributed_c10d._world.pg_map
-        for old in [old for old in buffers.made if old[0] not in living]:  # a layer that uses a buffer keeps it alive
-            del buffers.made[old]
+        ended = [old_key for old_key in buffers.made if old_key[0] not in living]
+        for old_key in ended:  # a layer that still uses one of these buffers keeps it alive
+            del buffers.made[old_key]
         made = buffers.made[key] = []
-    max_tokens = _tokens_to_hold(made, group, config, num_tokens, given, note)
+    max_tokens = _tokens_to_hold(made, group, config, num_tokens, given_size, note)
     if not made or max_tokens > made[-1].config.max_tokens_per_rank:
         try:
             buffer = MegatronBuffer(
@@ -108,7 +119,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
                 num_topk=num_topk,
                 max_tokens_per_rank=max_tokens,
                 dtype=hidden_states.dtype,
-                num_sms=limits.num_sms(config),
+                num_sms=megatron_config.num_sms(config),
             )
         except ep.PeerTimeoutError as error:
             error.note = note
@@ -117,20 +128,20 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         buffer.wording.router_topk = config.moe_router_topk
         choices, num_ranks = buffer.num_choices, buffer.config.num_ranks
         if arguments.rank_capacity_factor(config) is not None:
-            buffer.wording.limit = choices, num_ranks
-        buffer.overlook(functools.partial(capacity.note, num_choices=choices, num_ranks=num_ranks))
-        if arguments.given(config, "stats_interval"):
+            buffer.wording.capacity = choices, num_ranks
+        buffer.overlook(functools.partial(rank_capacity.note_overflow, num_choices=choices, num_ranks=num_ranks))
+        if arguments.setting(config, "stats_interval"):
             buffers.sums.start(buffer)
         made.append(buffer)
-        _say_in_use(buffer)
+        _announce(buffer)
     return made[-1]
 
 
 def _tokens_to_hold(
     made: list[MegatronBuffer], group: ProcessGroup, config, num_tokens: int, given: int | None, note: str
 ) -> int:
-    """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
-    held, buffers = made[-1].config.max_tokens_per_rank if made else 0, registration.part(Buffers)
+    """Return the tokens per rank that the buffer has to hold. Collective for the first buffer, and if it may grow."""
+    held, buffers = made[-1].config.max_tokens_per_rank if made else 0, registration.process_wide(Buffers)
     most = num_tokens
     if not made:
         most = _agree_on_first(group, num_tokens, given, note)
@@ -144,16 +155,16 @@ def _tokens_to_hold(
         if by_arguments is None and group.rank() == 0 and not (config.variable_seq_lengths or buffers.has_warned):
             buffers.has_warned = True
             logger.warning(
-                "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no "
-                "size was given. A rank that alone brings more later is an error. Give %s, or use variable_seq_lengths "
-                "where lengths vary.",
+                "ep_dispatcher: no size was given, so the buffers hold %d tokens per rank, the most that any rank "
+                "brings in this first forward pass. It will be an error if one rank alone brings more later. Give %s, "
+                "or use variable_seq_lengths where lengths vary.",
                 most,
                 _SIZE,
             )
     elif config.variable_seq_lengths:
-        of_all = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
-        all_reduce(of_all, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
-        most = int(of_all)
+        largest = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
+        all_reduce(largest, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
+        most = int(largest)
     elif num_tokens > held:
         most = _agree_to_grow(group, made[-1], num_tokens)
     # Doubling bounds the memory of the old buffers together.
@@ -163,8 +174,8 @@ def _tokens_to_hold(
 def check_buffers(note: str) -> None:
     """Wait for every buffer's operations, replays of CUDA graphs too, and raise their errors.
 
-    Call it on all ranks at the same place: then the buffers stay usable after a ValueError. The note keeps a
-    PeerTimeoutError from naming the layer that was captured last.
+    Call it on all ranks at the same place, so that the buffers stay usable after a ValueError. With the note a
+    PeerTimeoutError does not name the layer that was captured last.
     """
     with ExitStack() as stack:  # check all buffers, even if one raises
         for buffer in all_buffers():
@@ -172,37 +183,37 @@ def check_buffers(note: str) -> None:
             stack.callback(buffer.check)
 
 
-def most_sms() -> int:
+def max_sms_in_use() -> int:
     """Return the most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
     return max((buffer.live_engine().used_sms for buffer in all_buffers() if not buffer.is_destroyed), default=0)
 
 
 def destroy_buffers() -> None:
-    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed.
+    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``. New ones are made when needed.
 
-    Raises late errors of the buffers' last operations, once all are destroyed.
+    Raises late errors of the buffers' last operations after all are destroyed.
     """
     with ExitStack() as stack:
         for buffer in all_buffers():
             stack.callback(buffer.destroy)
-        registration.part(Buffers).made.clear()
+        registration.process_wide(Buffers).made.clear()
 
 
 atexit.register(destroy_buffers)
 
 
 def all_buffers() -> list[MegatronBuffer]:
-    return [buffer for made in registration.part(Buffers).made.values() for buffer in made]
+    return [buffer for made in registration.process_wide(Buffers).made.values() for buffer in made]
 
 
-def _say_in_use(buffer: MegatronBuffer) -> None:
+def _announce(buffer: MegatronBuffer) -> None:
     import megatron.core
 
     active, config = registration.active(), buffer.config
     replaced = 0 if active is None else len(active.replaced)
     memory = bytes_of(config, buffer.engine, max(default_sms(config.num_sms).values())).total
-    facts = f" (replaced there: {replaced} functions and fields; memory of a rank: {memory / 2**20:.1f} MiB)"
-    say_in_use(f"megatron-core {megatron.core.__version__}", buffer, facts)
+    facts = f" ({replaced} of its functions and fields are replaced; memory of a rank: {memory / 2**20:.1f} MiB)"
+    announce(f"megatron-core {megatron.core.__version__}", buffer, facts)
 
 
 def _tokens_by_arguments() -> int | None:
@@ -219,8 +230,8 @@ def _tokens_by_arguments() -> int | None:
 def _agree_on_first(group: ProcessGroup, num_tokens: int, given: int | None, note: str) -> int:
     """Return the most tokens of any rank, before the first buffer is made. Collective.
 
-    Raises ValueError on all ranks if they were not given the same size, as where a variable of the environment is set
-    on some hosts only, or if any of them brings more than it.
+    Raises ValueError on all ranks if they were given different sizes, for example because an environment variable is
+    set on some hosts only, or if any rank brings more than the size.
     """
     own: dict[str, Any] = dict(tokens=num_tokens, given=given)
     try:
@@ -231,7 +242,8 @@ def _agree_on_first(group: ProcessGroup, num_tokens: int, given: int | None, not
         raise
     for rank, one in enumerate(everyone):
         if one["given"] != everyone[0]["given"]:
-            first, other = ("no size" if of["given"] is None else of["given"] for of in (everyone[0], one))
+            first = "no size" if everyone[0]["given"] is None else everyone[0]["given"]
+            other = "no size" if one["given"] is None else one["given"]
             raise ValueError(
                 f"{_SIZE}: rank 0 was given {first}, rank {rank} was given {other}; all ranks must be given the same "
                 "(also by EP_DISPATCHER_MAX_TOKENS_PER_RANK)"
@@ -243,10 +255,10 @@ def _agree_on_first(group: ProcessGroup, num_tokens: int, given: int | None, not
 
 @torch.compiler.disable(reason="ranks agree on their hosts, with a time limit")
 def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int) -> int:
-    """Return the most tokens of any rank, if every rank brings more than the buffer holds; else ValueError.
+    """Return the most tokens of any rank if every rank brings more than the buffer holds; otherwise raise ValueError.
 
-    The ranks come to one decision (gather.py): all grow, or all that have come here raise. A rank that alone brings
-    more waits for its limit, because the others may come a little later.
+    All ranks that have come here make the same decision (gather.py): all grow, or all raise. A rank that alone brings
+    more waits out its limit, because the others may come a little later.
     """
     rank, limit_s, held = group.rank(), envs.timeout_s(), buffer.config.max_tokens_per_rank
     buffer.growth.attempts = 0  # do not count calls that only some ranks made
@@ -254,7 +266,7 @@ def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int)
         with Gather(group, limit_s, history=buffer.growth) as gather:
             everyone = gather("agree on a larger size", lambda: num_tokens)
     except ep.PeerTimeoutError as late:
-        if late.reason:  # the store does not answer, and nobody knows what the others bring
+        if late.reason:  # the store does not answer, so nobody knows what the others bring
             raise
         others = [r for r in late.late_ranks if r != rank]
         if others:
@@ -265,7 +277,7 @@ def _agree_to_grow(group: ProcessGroup, buffer: MegatronBuffer, num_tokens: int)
             f"hidden_states has {num_tokens} tokens on rank {rank}, and {found}; the buffers hold {held}. Where ranks "
             f"bring different numbers of tokens, give the largest to {_SIZE}, or use variable_seq_lengths"
         )
-    for r, tokens in enumerate(everyone):  # they come from the store
+    for r, tokens in enumerate(everyone):  # the store may hold anything
         if type(tokens) is not int or not held < tokens <= MAX_TOKENS:
             raise RuntimeError(
                 f"the store says that rank {r} brings {tokens} tokens, but a rank that agrees to grow brings more than "

@@ -1,4 +1,22 @@
-"""MoEEPTokenDispatcher: Megatron's six dispatcher steps on ep.dispatch and ep.combine."""
+"""MoEEPTokenDispatcher: Megatron's six dispatcher steps on ep.dispatch and ep.combine.
+
+The road of one forward pass of an MoE layer. Files are in this folder unless a folder is named:
+
+    MoELayer.forward                   Megatron: its router makes routing_map and probs, then it calls what follows
+    1  dispatch_preprocess             routing.py: the map becomes columns of top-k experts
+    2  token_dispatch
+         find or make the buffer       buffers.py; a recompute has kept it with its plan (ep_dispatcher/recompute.py)
+         ask how the experts run       grouped_experts/experts.py, through experts_interface.py
+         limit the rows                rank_capacity.py, if a rank capacity factor is given
+         dispatch                      PendingDispatch.send (experts_interface.py) -> ep_dispatcher/autograd.py
+    3  dispatch_postprocess            passes rows and counts to the experts, without a copy
+       experts.forward                 grouped_experts/wrappers.py -> experts.py -> ep_dispatcher/moe/grouped_mlp.py,
+                                       or overlapped_dispatch.py, or Megatron's own forward
+    4  combine_preprocess              does nothing
+    5  token_combine                   ep.combine (ep_dispatcher/autograd.py)
+    6  combine_postprocess             adds the output of overlapped shared experts
+    at the end of a step's schedule    skipped_step.py: late errors, and steps that had too many rows
+"""
 
 from __future__ import annotations
 
@@ -13,8 +31,19 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.buffer import find_buffer
-from ep_dispatcher.integrations.megatron.dispatcher import arguments, buffers, capacity, graphs, limits, margins
-from ep_dispatcher.integrations.megatron.dispatcher.handover import Deferred, GroupedExperts, Quantized
+from ep_dispatcher.integrations.megatron.dispatcher import (
+    arguments,
+    buffers,
+    gemm_sm_margin,
+    graphs,
+    megatron_config,
+    rank_capacity,
+)
+from ep_dispatcher.integrations.megatron.dispatcher.experts_interface import (
+    GroupedExperts,
+    PendingDispatch,
+    QuantizedInput,
+)
 from ep_dispatcher.integrations.megatron.dispatcher.recompute import is_under_way
 from ep_dispatcher.integrations.megatron.dispatcher.routing import Routing, columns
 
@@ -30,7 +59,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     Gradients flow only through the arguments of the steps: a schedule may detach any of them and run the backward of a
     step at any time. A plan belongs to one forward pass; its backward finds it in the graph. Experts that overlap with
-    communication run dispatch and combine themselves: grouped_experts/deferred.py.
+    communication run dispatch and combine themselves (grouped_experts/overlapped_dispatch.py).
 
     num_local_experts     experts of this rank
     local_expert_indices  their global numbers
@@ -40,12 +69,12 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, num_local_experts, local_expert_indices, config, pg_collection=None):
         super().__init__(config=config, pg_collection=pg_collection)
-        limits.check(config, num_local_experts, expert_tp=self.tp_size, num_ranks=self.tp_ep_group.size())
+        megatron_config.check(config, num_local_experts, expert_tp=self.tp_size, num_ranks=self.tp_ep_group.size())
         graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.layer: Callable[[], Any] = lambda: None  # the MoELayer, once it is there
-        self.expert_alignment = limits.expert_alignment(config)
+        self.expert_alignment = megatron_config.expert_alignment(config)
         # A partial CUDA graph that ends after dispatch_preprocess has to return this beside the outputs of the step.
         self.cudagraph_attrs = ["topk_idx"]
         # State of the current forward pass: Megatron calls the steps of one pass after the other.
@@ -54,15 +83,15 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.buffer: buffers.MegatronBuffer = None  # type: ignore[assignment]  # until token_dispatch
         self.handle: ep.Handle | None = None  # from the dispatch to the combine
         self.rows_per_expert: Tensor | None = None  # likewise
-        self.deferred: Deferred | None = None  # likewise, if the experts run dispatch and combine
-        self.pair: ep.QuantizedRows | None = None  # from token_dispatch to dispatch_postprocess, if rows are quantised
-        # Most experts first make a list of their counts, but these take them on the device. 0.16's GroupedMLP takes
-        # counts on the host only.
+        self.pending: PendingDispatch | None = None  # likewise, if the experts run dispatch and combine
+        self.quantized_rows: ep.QuantizedRows | None = None  # from token_dispatch to dispatch_postprocess
+        # Most experts begin by making a list of their counts, but experts with these settings take counts on the
+        # device. GroupedMLP of 0.16 takes counts on the host only.
         takes_device_counts = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
         self._takes_host_counts = not any(getattr(config, name, False) for name in takes_device_counts)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
         self.experts: GroupedExperts | None = None  # unless they run Megatron's way anyway
-        self._gives_to_grouped = False  # what Experts.is_grouped said of this forward pass
+        self._is_grouped = False  # whether the experts run in grouped GEMMs in this forward pass
         # Megatron's graphs write the routing of every microbatch to the same memory.
         self._keeps_copies = config.cuda_graph_impl != "none"
         self.num_forwards = 0  # not counting those of a recompute
@@ -85,7 +114,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
         allowed, device = (hidden_states.shape[0], self.config.num_moe_experts), hidden_states.device.type
         checks.tensor("routing_map", routing_map, (torch.bool,), allowed, device)
-        checks.tensor("probs", probs, limits.PROBS_DTYPES, allowed, device)
+        checks.tensor("probs", probs, megatron_config.PROBS_DTYPES, allowed, device)
         routing = Routing(
             topk=self.config.moe_router_topk,
             slices=self.tp_size,
@@ -99,75 +128,99 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Dispatch tokens [num_tokens, hidden] and their probs -> rows [rows, hidden] by expert, probs [rows]."""
-        layer = f"layer {self.layer_number}"
-        planned = recompute.take_plan(self)
-        if planned is None:
-            again = is_under_way()  # its microbatch is not known
-            self.num_forwards += not again
-            microbatch = self.num_forwards
-            self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
-            self.buffer = buffers.shared_buffer(
-                self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
-            )
-        else:
-            self.buffer = cast(buffers.MegatronBuffer, find_buffer(planned.engine.config.buffer_id))
-            _, microbatch = planned.where
-            self._where = f"{layer}, microbatch {microbatch}"
-        waited = self._let_shared_experts_wait()
-        self._note()
-        _used_here(self.topk_idx)
-        is_deferred, quantize = False, None
+        kept_plan, microbatch = self._find_buffer(hidden_states)
+        have_shared_experts_waited = self._let_shared_experts_wait()
+        self._label_buffer()
+        _record_use(self.topk_idx)
+        experts_run_it, quantize = False, None
         if self.experts is not None:
-            self._gives_to_grouped = self.experts.is_grouped()
-            is_deferred, quantize = self.experts.can_take_deferred(self.buffer), self.experts.quantisation()
+            self._is_grouped = self.experts.is_grouped()
+            experts_run_it = self.experts.can_run_dispatch(self.buffer)
+            quantize = self.experts.quantize_blocks()
+        num_plans = 2 if experts_run_it else 1  # experts run a dispatch in two parts of the tokens
         handles = []
-        if planned is not None and len(planned.handles) == 1 + is_deferred:
-            handles = planned.handles
-            for tensor in (planned.topk_idx, *(handle.plan for handle in handles)):
-                _used_here(tensor)
-            planned.compare(self.topk_idx)
-        limit = None if handles else self._max_rows(hidden_states.shape[0])
-        alignment = self.expert_alignment if quantize is None else 1  # experts in grouped GEMMs need none
-        keep = partial(self._keep, microbatch)
-        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handles, keep, quantize)
-        if is_deferred:
-            self.handle, self.rows_per_expert, self.deferred = None, None, dispatch
-            rows, row_probs, arriving = hidden_states, probs, None
+        if kept_plan is not None and len(kept_plan.handles) == num_plans:
+            handles = kept_plan.handles
+            for tensor in (kept_plan.topk_idx, *(handle.plan for handle in handles)):
+                _record_use(tensor)
+            kept_plan.compare(self.topk_idx)
+        dispatch = PendingDispatch(
+            buffer=self.buffer,
+            topk_idx=self.topk_idx,
+            max_rows=None if handles else self._max_rows(hidden_states.shape[0]),
+            alignment=self.expert_alignment if quantize is None else 1,  # experts in grouped GEMMs need none
+            handles=handles,
+            keep=partial(self._keep_plans, microbatch),
+            quantize=quantize,
+        )
+        self.handle = self.rows_per_expert = self.pending = self.quantized_rows = None
+        if experts_run_it:
+            self.pending = dispatch
+            rows, row_probs, received = hidden_states, probs, None
         else:
             out = dispatch.send(hidden_states, probs)
-            self.handle, self.rows_per_expert, self.deferred, self.pair = out.handle, out.rows_per_expert, None, None
+            self.handle, self.rows_per_expert = out.handle, out.rows_per_expert
             row_probs = cast(Tensor, out.topk_weights)  # as probs were given
             if isinstance(out.x, ep.QuantizedRows):
-                self.pair, rows = out.x, cast(Tensor, out.x.anchor)
+                self.quantized_rows, rows = out.x, cast(Tensor, out.x.anchor)
             else:
                 rows = cast(Tensor, out.x)
-            arriving = rows
+            received = rows
         if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(hidden_states, **({"wait_current_stream": False} if waited else {}))
-            with margins.margin(self.config):
-                self.shared_experts.linear_fc1_forward_and_act(arriving)
+            # Megatron before 0.18 has no such argument.
+            options = {"wait_current_stream": False} if have_shared_experts_waited else {}
+            self.shared_experts.pre_forward_comm(hidden_states, **options)
+            with gemm_sm_margin.margin(self.config):
+                self.shared_experts.linear_fc1_forward_and_act(received)
         return rows, row_probs
+
+    def _find_buffer(self, hidden_states: Tensor) -> tuple[recompute.SavedPlan | None, int]:
+        """Set the buffer of this pass. Return the plan that a recompute has kept, if there is one, and the microbatch.
+
+        The first pass of a job makes the buffer, which is collective.
+        """
+        kept_plan = recompute.take_plan(self)
+        if kept_plan is not None:
+            self.buffer = cast(buffers.MegatronBuffer, find_buffer(kept_plan.engine.config.buffer_id))
+            _, microbatch = kept_plan.where
+            self._where = f"layer {self.layer_number}, microbatch {microbatch}"
+            return kept_plan, microbatch
+        if is_under_way():  # a recompute without a plan, whose microbatch is not known
+            self._where = f"layer {self.layer_number}, recompute after microbatch {self.num_forwards}"
+        else:
+            self.num_forwards += 1
+            self._where = f"layer {self.layer_number}, microbatch {self.num_forwards}"
+        self.buffer = buffers.shared_buffer(self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where)
+        return None, self.num_forwards
 
     def _max_rows(self, num_tokens: int) -> int | None:
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
-        limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
-        given = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped and limit is None else None
-        factor = max(given or 0.0, capacity.job().grown)
-        if factor and (given, limit) != (None, None):
-            most, ranks = self.buffer.config.max_tokens_per_rank, self.tp_ep_group.size()
-            choices, num_experts = self.topk_idx.shape[1], self.num_local_experts
-            rows = limits.max_rows_by_factor(factor, most, ranks, choices, num_experts, self.expert_alignment)
+        limit = rank_capacity.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
+        configured = None
+        if self._is_grouped and limit is None:
+            configured = arguments.rank_capacity_factor(self.config)
+        factor = max(configured or 0.0, rank_capacity.state().grown_factor)
+        is_limited = configured is not None or limit is not None
+        if is_limited and factor > 0:
+            rows = rank_capacity.max_rows_by_factor(
+                factor,
+                self.buffer.config.max_tokens_per_rank,
+                self.tp_ep_group.size(),
+                self.topk_idx.shape[1],
+                self.num_local_experts,
+                self.expert_alignment,
+            )
             limit = max(rows, limit or 0)
         if limit is None and graphs.is_capturing():
             checks.refuse(
                 f"layer {self.layer_number}'s dispatch is inside a CUDA graph (--cuda-graph-impl "
-                f"{self.config.cuda_graph_impl}), where the host cannot wait for row counts: give {limits.FACTOR}, and "
-                "let its experts run in grouped GEMMs (rank 0 has said which do)"
+                f"{self.config.cuda_graph_impl}), where the host cannot wait for row counts: give "
+                f"{rank_capacity.FACTOR_FLAG}, and let its experts run in grouped GEMMs (rank 0 has printed which do)"
             )
         return limit
 
-    def _keep(self, microbatch: int, handles: list[ep.Handle]) -> None:
-        """Keep a new plan, or those of the parts, for a recompute."""
+    def _keep_plans(self, microbatch: int, handles: list[ep.Handle]) -> None:
+        """Keep a new plan, or one for each part of the tokens, if a recompute will need it."""
         if recompute.is_expected():
             topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
             where = (self.layer_number or 0, microbatch)
@@ -175,34 +228,34 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor | Deferred | Quantized, Tensor]:
+    ) -> tuple[Tensor, Tensor | PendingDispatch | QuantizedInput, Tensor]:
         """Copy nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
 
-        tokens_per_expert includes the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
+        tokens_per_expert includes the zero rows that fill a group up to the alignment of quantized grouped GEMMs. It is
         on the host if the host knows it, so that the experts are launched while rows still move. Experts in grouped
         GEMMs get it on the device. Experts that run dispatch and combine themselves get tokens and probs unchanged, and
-        the Deferred in place of the counts. Rows that have arrived quantised are in a Quantized in place of the counts,
-        beside their anchor; experts that do not take it get them dequantised.
+        the PendingDispatch in place of the counts. If rows have arrived quantized, the experts get their anchor, and a
+        QuantizedInput in place of the counts. Experts that do not take one get the rows dequantized.
         """
-        if self.deferred is not None:
-            return hidden_states, self.deferred, probs
-        tokens_per_expert, handle, pair = self.rows_per_expert, self.handle, self.pair
-        self.pair = None
+        if self.pending is not None:
+            return hidden_states, self.pending, probs
+        tokens_per_expert, handle = self.rows_per_expert, self.handle
+        quantized_rows, self.quantized_rows = self.quantized_rows, None
         assert tokens_per_expert is not None and handle is not None  # since token_dispatch
-        if pair is not None:
-            for tensor in pair:
-                _used_here(tensor)
-            quantised = Quantized(pair[0].detach(), pair[1], tokens_per_expert)
-            if self._gives_to_grouped and self.experts is not None and self.experts.can_take_quantised:
-                _used_here(tokens_per_expert)
-                return hidden_states, quantised, probs
-            hidden_states = ep.dequantize(quantised.pair(hidden_states))
-        if not self._gives_to_grouped:
+        if quantized_rows is not None:
+            for tensor in quantized_rows:
+                _record_use(tensor)
+            quantized = QuantizedInput(quantized_rows[0].detach(), quantized_rows[1], tokens_per_expert)
+            if self._is_grouped and self.experts is not None and self.experts.can_take_quantized:
+                _record_use(tokens_per_expert)
+                return hidden_states, quantized, probs
+            hidden_states = ep.dequantize(quantized.with_anchor(hidden_states))
+        if not self._is_grouped:
             if self._takes_host_counts and handle.rows_on_host is not None:
                 return hidden_states, handle.rows_on_host, probs
             if self._needs_host_counts:
                 return hidden_states, tokens_per_expert.cpu(), probs
-        _used_here(tokens_per_expert)
+        _record_use(tokens_per_expert)
         return hidden_states, tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -212,19 +265,19 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Combine rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
         self._let_shared_experts_wait()
-        if self.deferred is not None:
-            self.deferred, combined = None, hidden_states  # the experts have combined
+        if self.pending is not None:
+            self.pending, combined = None, hidden_states  # the experts have combined
         else:
             handle, self.handle, self.rows_per_expert = self.handle, None, None
             assert handle is not None  # since token_dispatch
-            self._note()
+            self._label_buffer()
             combined = ep.combine(self.buffer, hidden_states, handle)
         return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Add the output of overlapped shared experts: [num_tokens, hidden] -> the shape of the layer's input."""
         if self.shared_experts is not None:
-            with margins.margin(self.config):
+            with gemm_sm_margin.margin(self.config):
                 self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
             hidden_states = hidden_states + self.shared_experts.get_output()
@@ -233,20 +286,20 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def _let_shared_experts_wait(self) -> bool:
         """Let overlapped shared experts wait for the current stream before a communication, so that they run beside it.
 
-        Return whether they do so here. Before Megatron 0.18 they decide themselves when.
+        Return whether they have done so. Before Megatron 0.18 they decide themselves when to wait.
         """
         if not hasattr(self.shared_experts, "wait_current_stream"):
             return False
         self.shared_experts.wait_current_stream()
         return True
 
-    def _note(self) -> None:
+    def _label_buffer(self) -> None:
         """Let the buffer's errors name this layer and microbatch, in a backward too."""
         self.buffer.label = self.layer_number or 0
         self.buffer.note, self.buffer.backward_note = self._where, f"{self._where}, backward"
 
 
-def _used_here(tensor: Tensor) -> None:
+def _record_use(tensor: Tensor) -> None:
     """Record a tensor's use in this stream: steps may run in different streams, which know only the steps' outputs."""
     if tensor.is_cuda:
         # torch.cuda.current_stream() takes the host 5 us more, because it makes its object in Python.

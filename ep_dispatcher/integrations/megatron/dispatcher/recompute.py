@@ -1,7 +1,7 @@
 """Makes Megatron's checkpoints keep the plans of a forward pass for its recompute (ep_dispatcher/recompute.py).
 
-``register()`` makes the functions of both checkpoints that Megatron has, its own and Transformer Engine's, a
-``Checkpointed``. The dispatcher keeps its plans itself, because it knows the layer and the microbatch.
+Megatron has two kinds of checkpoints, its own and Transformer Engine's. ``register()`` lets both call their function as
+a ``Checkpointed``. The dispatcher keeps its plans itself, because it knows the layer and the microbatch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_under_way() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_megatrons_checkpoints(old: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_checkpoint_forward(old: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap CheckpointFunction.forward."""
 
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -41,7 +41,7 @@ def in_megatrons_checkpoints(old: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def in_transformer_engines_checkpoints(old: Callable[..., Any]) -> Any:
+def wrap_te_checkpoint(old: Callable[..., Any]) -> Any:
     """Wrap ``checkpoint`` of Transformer Engine. It looks into modules, so a module stays as it is."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

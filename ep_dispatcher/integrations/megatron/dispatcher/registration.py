@@ -1,9 +1,8 @@
-"""What register() has done, and the one place for what the integration keeps in a process.
+"""What register() has done, and the one place for the state that the integration keeps in a process.
 
-Every other module here may read it, so it imports none of them. Objects of other modules are its ``parts``, found by
-their classes:
+Every other module here may use it, so it imports none of them. Each keeps its own state in an object of its own class:
 
-    registration.part(Buffers)     the buffers of this process
+    registration.process_wide(Buffers)     the object of class Buffers; the first call makes it
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ep_dispatcher.integrations.agree import say
+from ep_dispatcher.integrations.messages import print_on_first_rank
 
 NAME = "ep_dispatcher"
-Part = TypeVar("Part")
+State = TypeVar("State")
 
 
 @dataclass
@@ -27,8 +26,8 @@ class Registration:
     replaced: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     why_no_grouped: str = ""  # why no experts can run in grouped GEMMs with this Megatron
-    expects_use: bool = False  # the launcher was given, so a layer with another dispatcher is a surprise
-    parsed: Any = None  # what a parser has read after it; Megatron may still change it
+    expects_use: bool = False  # whether the launcher has registered: a layer with another dispatcher is then reported
+    parsed: Any = None  # the arguments that a parser has read since; Megatron may still change them
     undo: ExitStack = field(default_factory=ExitStack, repr=False)  # puts back what was replaced
 
     def __str__(self) -> str:
@@ -43,17 +42,17 @@ class UnknownMegatronError(RuntimeError):
 
 @dataclass
 class _Process:
-    """What there is once in a process: the registration, if there is one, and parts that outlive it.
+    """The registration, if there is one, and the state of other modules, which outlives it.
 
-    Layers that were built keep their dispatcher after unregister(), and the buffers live on. So the parts stay.
+    Layers that were built keep their dispatcher after unregister(), and the buffers live on.
     """
 
     registration: Registration | None = None
-    parts: dict[type, Any] = field(default_factory=dict)
+    states: dict[type, Any] = field(default_factory=dict)
 
 
-# The only object that the integration keeps at the level of a module. Megatron calls the functions that register() puts
-# into it with arguments of its own, and makes dispatchers from a configuration: nothing of ours could come that way.
+# The only mutable object at module level in this integration. It cannot be passed around instead, because Megatron
+# calls the replaced functions with its own arguments, and makes dispatchers from a configuration.
 _process = _Process()
 
 
@@ -66,23 +65,24 @@ def set_active(registration: Registration | None) -> None:
     _process.registration = registration
 
 
-def part(kind: type[Part]) -> Part:
-    """Return the object of this class that the process has. The first use makes it."""
-    found = _process.parts.get(kind)
-    if found is None:
-        found = _process.parts[kind] = kind()
-    return found
+def process_wide(kind: type[State]) -> State:
+    """Return this process's only object of a class. The first call makes it."""
+    state = _process.states.get(kind)
+    if state is None:
+        state = _process.states[kind] = kind()
+    return state
 
 
 def forget(kind: type) -> None:
     """Drop the object of this class. The next use makes another."""
-    _process.parts.pop(kind, None)
+    _process.states.pop(kind, None)
 
 
-def cannot_import(error: ImportError) -> str:
+def why_not_importable(error: ImportError) -> str:
     """Return why Megatron-core cannot be imported, and what to install.
 
-    Megatron-core 0.19 imports Triton at once and does not require it. A PyTorch for GPUs brings it, one for CPUs not.
+    Megatron-core 0.19 imports Triton, but does not list it as a requirement. A PyTorch for GPUs brings Triton with it,
+    a PyTorch for CPUs does not.
     """
     if error.name == "triton":
         return (
@@ -92,31 +92,31 @@ def cannot_import(error: ImportError) -> str:
     return f"Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'"
 
 
-def is_ours(config) -> bool:
+def chooses_ep_dispatcher(config) -> bool:
     """Return whether this TransformerConfig chooses ep_dispatcher."""
     return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
 
 
-def note_other_dispatcher(config) -> None:
-    """Tell whoever has started the launcher, once, that an MoE layer has another dispatcher.
+def report_other_dispatcher(config) -> None:
+    """Print once, if the job was started through the launcher, that an MoE layer has another dispatcher.
 
-    Flags cannot tell: a script may choose the dispatcher in its code, with or against them.
+    The flags alone do not show it, because a script may choose the dispatcher in its code.
     """
     registered = active()
     if registered is None or not registered.expects_use:
         return
     registered.expects_use = False
-    given = config.moe_token_dispatcher_type
-    if given == "flex":
-        given += f" with {config.moe_flex_dispatcher_backend}"
-    say(
-        f"ep_dispatcher is registered, but an MoE layer has another token dispatcher: {given}. To choose it give "
-        f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {NAME}, or set these fields of the "
-        "TransformerConfig."
+    chosen = config.moe_token_dispatcher_type
+    if chosen == "flex":
+        chosen += f" with {config.moe_flex_dispatcher_backend}"
+    print_on_first_rank(
+        f"ep_dispatcher is registered, but an MoE layer has another token dispatcher: {chosen}. To choose "
+        f"ep_dispatcher, give --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {NAME}, or set these "
+        "fields of the TransformerConfig."
     )
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Return major and minor number. If there are none to read, return (), which is older than all."""
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the major and minor number. Return () if there are none, which compares as older than any version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

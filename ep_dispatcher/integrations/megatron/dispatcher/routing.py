@@ -1,11 +1,11 @@
 """Converts Megatron's routing, a map of tokens by experts, for the engine: to columns of top-k experts.
 
-On a GPU one compiled kernel makes the columns, and another the gradient. As separate operations of PyTorch they would
-cost the host more time than a dispatch.
+On a GPU one compiled kernel makes the columns, and another one the gradient. Separate operations of PyTorch would cost
+the host more time than a dispatch.
 
-A token with more than top-k experts is an error. On a CPU the host finds it before anything is sent. On a GPU it would
-have to wait for the router. So the token gets an expert number that does not exist, and the engine reports that as for
-any routing: from the dispatch, or from a later call if the number of rows is given. ``explained`` rewords that error.
+A token with more than top-k experts is an error. On a CPU the host finds it before anything is sent. On a GPU the host
+would have to wait for the router. So the token gets an expert number that does not exist, which the engine reports from
+the dispatch, or from a later call if the number of rows is given. ``explained`` rewords that error.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def can_host_look(routing_map: Tensor) -> bool:
 
 
 def explained(error: ValueError, topk: int) -> ValueError:
-    """Return the error. If it is about an expert number that was put there, return one in Megatron's terms."""
+    """Return the error. If it is about an expert number that ``columns`` made up, return one in Megatron's terms."""
     if not isinstance(error, UnknownExpertError):
         return error
-    told = ValueError(
+    reworded = ValueError(
         f"routing_map chooses more than {topk} experts for token {error.token}, but --moe-router-topk is {topk} (the "
         f"engine was given an expert that does not exist: {error})"
     )
-    told.__cause__ = error
-    return told
+    reworded.__cause__ = error
+    return reworded
 
 
 def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

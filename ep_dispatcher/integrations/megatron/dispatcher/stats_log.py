@@ -1,4 +1,4 @@
-"""What Megatron's TensorBoard and W&B logs get from us: imbalance, waits for ranks, skipped steps."""
+"""Writes imbalance, waits for ranks and skipped steps to Megatron's TensorBoard and W&B logs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPToken
 
 
 class Sizes(NamedTuple):
-    """What is to be logged of some models, the same on all ranks."""
+    """How often to log, and for how many layers and experts: the same on all ranks."""
 
-    interval: int = 0  # steps; 0: nothing
-    num_labels: int = 0  # the largest number of a layer plus 1
+    interval: int = 0  # in steps; 0: nothing is logged
+    num_labels: int = 0  # the largest layer number plus 1
     num_experts: int = 0
 
 
 @dataclass
 class Log:
-    """How far the log of this job is."""
+    """The progress of this job's log."""
 
-    steps: int = 0  # since the last sum
+    steps: int = 0  # since the last sum began
     newest: JobStats | None = None
 
 
@@ -35,33 +35,34 @@ def job_stats() -> JobStats | None:
 
     Every rank gets them, a step or more after the last of their steps, but not all ranks in the same step.
     """
-    return registration.part(Log).newest
+    return registration.process_wide(Log).newest
 
 
 def sizes_of(dispatchers: Sequence[MoEEPTokenDispatcher]) -> Sizes:
-    """Return what is to be logged of the layers with these dispatchers."""
-    return Sizes(*map(max, zip(*map(_sizes, dispatchers)))) if dispatchers else Sizes()
-
-
-def _sizes(dispatcher: MoEEPTokenDispatcher) -> Sizes:
-    interval = arguments.given(dispatcher.config, "stats_interval") or 0
-    num_experts = (
-        dispatcher.config.num_moe_experts * dispatcher.tp_size
-    )  # a buffer has a part of an expert as an expert
-    return Sizes(interval, (dispatcher.layer_number or 0) + 1, num_experts)
+    """Return the sizes that are enough for the layers with these dispatchers."""
+    sizes = Sizes()
+    for dispatcher in dispatchers:
+        config = dispatcher.config
+        sizes = Sizes(
+            interval=max(sizes.interval, arguments.setting(config, "stats_interval") or 0),
+            num_labels=max(sizes.num_labels, (dispatcher.layer_number or 0) + 1),
+            # a buffer counts each slice of an expert as an expert
+            num_experts=max(sizes.num_experts, config.num_moe_experts * dispatcher.tp_size),
+        )
+    return sizes
 
 
 def forget() -> None:
-    """Begin anew: the job's registration has ended."""
+    """Start over, because the job's registration has ended."""
     registration.forget(Log)
-    registration.part(Buffers).sums = JobSums()
+    registration.process_wide(Buffers).sums = JobSums()
 
 
 @contextmanager
 def schedule(trains: bool, sizes: Sizes) -> Iterator[None]:
-    """Count a schedule that trains as a step, and leave out the rows of others. Collective every ``interval`` steps."""
+    """Count a schedule as a step if it trains; otherwise leave its rows out. Collective every ``interval`` steps."""
     if not trains:
-        with registration.part(Buffers).sums.paused():
+        with registration.process_wide(Buffers).sums.paused():
             yield
         return
     yield
@@ -70,8 +71,8 @@ def schedule(trains: bool, sizes: Sizes) -> Iterator[None]:
 
 
 def _end_step(sizes: Sizes) -> None:
-    """Log what has arrived, and after ``interval`` steps begin the next sum."""
-    log, sums = registration.part(Log), registration.part(Buffers).sums
+    """Log the sums that have arrived, and after ``interval`` steps begin the next one."""
+    log, sums = registration.process_wide(Log), registration.process_wide(Buffers).sums
     log.steps += 1
     found = sums.newest()
     if found is not None:
@@ -79,7 +80,7 @@ def _end_step(sizes: Sizes) -> None:
         write(found.scalars())
     if log.steps >= sizes.interval:
         sums.grow(sizes.num_labels, sizes.num_experts)
-        for buffer in all_buffers():  # those that were there before this was asked for
+        for buffer in all_buffers():  # some may be older than the request for statistics
             sums.start(buffer)
         sums.begin(log.steps)
         log.steps = 0

@@ -1,4 +1,4 @@
 """Experts in grouped GEMMs: which layers can, how they run, and where the gradients of their weights go.
 
-They are optional: a layer of the dispatcher runs Megatron's own experts too, and these run with Megatron's dispatchers.
+They are optional: the dispatcher also works with Megatron's own experts. They also work with Megatron's dispatchers.
 """

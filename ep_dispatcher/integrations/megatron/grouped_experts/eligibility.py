@@ -1,4 +1,4 @@
-"""Says which layers of experts can run in grouped GEMMs, and which can overlap with communication."""
+"""Decides which layers of experts can run in grouped GEMMs, and which can overlap with communication."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.module_tracker import ModuleTracker
 
-from ep_dispatcher.integrations.megatron.dispatcher import graphs, limits, registration
+from ep_dispatcher.integrations.megatron.dispatcher import graphs, megatron_config, registration
 from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.integrations.megatron.grouped_experts import float8
-from ep_dispatcher.integrations.megatron.grouped_experts.changes import GLOBAL_HOOKS, hooks_by_name
-from ep_dispatcher.integrations.megatron.grouped_experts.layer import LayerExperts
+from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import MegatronExperts
+from ep_dispatcher.integrations.megatron.grouped_experts.module_snapshot import GLOBAL_HOOKS, hooks_by_name
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.expert_matrices import LINE_BYTES
 
-# Fields of TransformerConfig with the values that they must have. Not every version has all of them.
-PLAIN_SETTINGS = {
+# Fields of TransformerConfig, with the values that they must have. Not every version has all of them.
+REQUIRED_SETTINGS = {
     "fp4": None,
     "quant_recipe": None,
     "use_kitchen": False,
@@ -39,7 +39,7 @@ PLAIN_SETTINGS = {
     "cpu_offloading": False,
 }
 DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # with others the host would wait for the counts
-# Megatron's activation functions, and what runs in their place.
+# Megatron's activation functions, and what replaces them.
 _QUICK_GELU = Activation("silu", alpha=1.702)
 ACTIVATIONS: Mapping[Callable[..., Any], Activation] = {
     F.silu: SWIGLU,
@@ -51,8 +51,8 @@ ACTIVATIONS: Mapping[Callable[..., Any], Activation] = {
 }
 
 
-class _Plain:
-    """The exact classes that grouped GEMMs can replace, with their forwards as register() finds them."""
+class _KnownForwards:
+    """The exact classes that grouped GEMMs can replace, with their forwards at the time of register()."""
 
     def __init__(self) -> None:
         found = [MLP, tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear]
@@ -62,17 +62,21 @@ class _Plain:
             te = None
         names = [f"TE{side}Parallel{kind}Linear" for side in ("Column", "Row") for kind in ("", "Grouped")]
         found += [getattr(te, name, None) for name in names]
-        classes: list[Any] = [kind for kind in found if isinstance(kind, type)]  # without the engine some are stand-ins
+        # Without Transformer Engine some of these are not classes.
+        classes: list[Any] = [kind for kind in found if isinstance(kind, type)]
         self.forwards: dict[type, Callable[..., Any]] = {kind: kind.forward for kind in classes}
 
 
-def plain_forwards() -> dict[type, Callable[..., Any]]:
+def known_forwards() -> dict[type, Callable[..., Any]]:
     """Return the exact classes that grouped GEMMs can replace, with their forwards as they were at the first call."""
-    return registration.part(_Plain).forwards
+    return registration.process_wide(_KnownForwards).forwards
 
 
 def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
-    """Return the linear layers with w1, those with w2, and all that grouped GEMMs leave uncalled; none if unknown."""
+    """Return the linear layers with w1, those with w2, and all modules that grouped GEMMs do not call.
+
+    All lists are empty if the class of the experts is unknown.
+    """
     if type(experts) is megatrons.TEGroupedMLP:
         owners = [experts]
     elif type(experts) is megatrons.SequentialMLP:
@@ -85,26 +89,26 @@ def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module
     return fc1, fc2, [owner for owner in owners if owner is not experts] + fc1 + fc2
 
 
-def why_not(ours: LayerExperts) -> str | None:
-    """Say why these experts cannot run in grouped GEMMs. None: they can."""
+def why_not(ours: MegatronExperts) -> str | None:
+    """Return why these experts cannot run in grouped GEMMs; None if they can."""
     kind = type(ours.module)
     if not ours.fc1:
         return f"its experts are {_name(kind)}"
     return _foreign_forward(ours) or _why_not_settings(ours.config, kind.__name__) or _why_not_modules(ours)
 
 
-def _foreign_forward(ours: LayerExperts) -> str | None:
+def _foreign_forward(ours: MegatronExperts) -> str | None:
     return None if ours.has_our_forward() else f"the forward of {type(ours.module).__name__} is not ep_dispatcher's"
 
 
-def why_no_deferred(ours: LayerExperts) -> str | None:
-    """Say why these experts cannot get tokens in place of rows. None: they can, however they run them."""
+def why_dispatch_cannot_be_left_to(ours: MegatronExperts) -> str | None:
+    """Return why these experts cannot run a PendingDispatch; None if they can, in grouped GEMMs or Megatron's way."""
     return _foreign_forward(ours) or _why_not_hooks(ours.module)
 
 
 def _name(kind: type) -> str:
-    """Return the name of a class, with its module if it is the name of one that could run."""
-    known = {one.__name__ for one in plain_forwards()} | {"TEGroupedMLP", "SequentialMLP"}
+    """Return the name of a class. Add its module if a class that can run in grouped GEMMs has the same name."""
+    known = {one.__name__ for one in known_forwards()} | {"TEGroupedMLP", "SequentialMLP"}
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ in known else kind.__name__
 
 
@@ -128,29 +132,29 @@ def _why_not_settings(config, kind: str) -> str | None:
     clamps = getattr(config, "activation_func_clamp_value", None) is not None
     swiglu = config.activation_func is F.silu and config.gated_linear_unit
     if clamps and swiglu and config.bias_activation_fusion and not _has_clamping_swiglu():
-        return "this Megatron's fused SwiGLU clamps nothing, and activation_func_clamp_value is set"
+        return "activation_func_clamp_value is set, but the fused SwiGLU of this Megatron does not clamp"
     if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
         return f"add_bias_linear with an expert_tensor_parallel_size of {config.expert_tensor_parallel_size}"
-    for name, plain in PLAIN_SETTINGS.items():
-        value = getattr(config, name, plain)
-        if value != plain:
+    for name, required in REQUIRED_SETTINGS.items():
+        value = getattr(config, name, required)
+        if value != required:
             return f"{name} is {value}"
     if getattr(config, "fine_grained_activation_offloading", False):
         names = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
         if names:
             return f"offload_modules has {' and '.join(names)}"
-    captured = limits.captured_experts(config)
-    if captured is not None and not registration.is_ours(config):
+    captured = megatron_config.captured_experts(config)
+    if captured is not None and not registration.chooses_ep_dispatcher(config):
         return f"CUDA graphs contain the experts ({captured[0]}), and their rows come by another dispatcher"
-    overlaps_wgrad = limits.has_overlapped_wgrad(config)
+    overlaps_wgrad = megatron_config.has_overlapped_wgrad(config)
     if kind == "SequentialMLP" and (overlaps_wgrad or getattr(config, "delay_wgrad_compute", False)):
-        return f"{limits.OVERLAPS_WGRAD if overlaps_wgrad else 'delay_wgrad_compute'} with SequentialMLP"
-    if overlaps_wgrad and limits.can_capture_layers(config):  # the hooks of weights would run in the graph
-        return f"{limits.OVERLAPS_WGRAD} with CUDA graphs of layers"
+        return f"{megatron_config.OVERLAPS_WGRAD if overlaps_wgrad else 'delay_wgrad_compute'} with SequentialMLP"
+    if overlaps_wgrad and megatron_config.can_capture_layers(config):  # the hooks of weights would run in the graph
+        return f"{megatron_config.OVERLAPS_WGRAD} with CUDA graphs of layers"
     return None
 
 
-def _why_not_modules(ours: LayerExperts) -> str | None:
+def _why_not_modules(ours: MegatronExperts) -> str | None:
     experts = ours.module
     grouped = "linear_fc1" in vars(experts)["_modules"]  # TEGroupedMLP
     num_weights = experts.num_local_experts if grouped else 1
@@ -158,7 +162,7 @@ def _why_not_modules(ours: LayerExperts) -> str | None:
     names = [f"{kind}{i}" if grouped else kind for kind in kinds for i in range(num_weights)]
     linears = {*ours.fc1, *ours.fc2}
     for module in ours.bypassed:
-        kind, forwards = type(module), plain_forwards()
+        kind, forwards = type(module), known_forwards()
         if kind not in forwards:
             return f"its {'linear layers' if module in linears else 'experts'} are {_name(kind)}"
         if "forward" in vars(module) or kind.forward is not forwards[kind]:
@@ -168,7 +172,7 @@ def _why_not_modules(ours: LayerExperts) -> str | None:
                 f"{kind.__name__} has other parameters than {names[0]}{f' to {names[-1]}' if num_weights > 1 else ''}"
             )
         if getattr(module, "te_quant_params", None) is not None:
-            return f"{kind.__name__} has a quantisation of its own"
+            return f"{kind.__name__} has a quantization of its own"
     for module in (experts, *ours.bypassed):
         if getattr(module, "activation_func", ours.config.activation_func) is not ours.config.activation_func:
             return f"the activation_func of {type(module).__name__} was replaced"
@@ -176,7 +180,7 @@ def _why_not_modules(ours: LayerExperts) -> str | None:
 
 
 def _why_not_global_hooks() -> str | None:
-    """Hooks of all modules. Those of FlopCounterMode only note where the program is."""
+    """Return why global module hooks prevent it. Hooks of FlopCounterMode do not, as they only record the module."""
     for hooks in GLOBAL_HOOKS:
         for hook in hooks.values():
             if type(getattr(hook, "__self__", None)) is not ModuleTracker:
@@ -197,15 +201,15 @@ def _why_not_hooks(*modules: Module) -> str | None:
 
 
 def _brings_weights(hook: Any) -> bool:
-    """Return whether a forward pre-hook is that of Megatron's DistributedDataParallel with overlap_param_gather.
+    """Return whether a forward pre-hook is the one of Megatron's DistributedDataParallel with overlap_param_gather.
 
-    It waits for the module's weights, and reads nothing that the module is given.
+    That hook waits for the module's weights, and does not read the module's inputs.
     """
     make = distributed.DistributedDataParallel._make_forward_pre_hook
     return getattr(hook, "__code__", None) in make.__code__.co_consts
 
 
-def _why_not_weights(ours: LayerExperts) -> str | None:
+def _why_not_weights(ours: MegatronExperts) -> str | None:
     parameters = ours.parameters()
     tensors, w1, w2 = parameters.flat(), parameters.w1, parameters.w2
     dtype, device = w1[0].dtype, w1[0].device
@@ -213,12 +217,12 @@ def _why_not_weights(ours: LayerExperts) -> str | None:
         why_not = float8.why_not(ours.config, [*w1, *w2])
         if why_not is not None:
             return why_not
-        if float8.is_quantised(w1[0]):
-            if limits.can_capture_experts(ours.config) and not float8.has_lasting_transposed_copies():
-                return "CUDA graphs may contain its quantised weights, whose copies this Transformer Engine throws away"
+        if float8.is_quantized(w1[0]):
+            if megatron_config.can_capture_experts(ours.config) and not float8.has_lasting_transposed_copies():
+                return "CUDA graphs may contain its quantized weights, whose copies this Transformer Engine throws away"
     for weight in tensors:
         is_plain = type(weight) is Parameter and type(weight.data) is Tensor
-        if not is_plain and not (ours.is_float8 and float8.is_quantised(weight)):
+        if not is_plain and not (ours.is_float8 and float8.is_quantized(weight)):
             return f"its weights are {type(weight).__name__} of {type(weight.data).__name__}"
         if hasattr(weight, "__fsdp_param__"):
             return "Megatron's FSDP holds its weights"
@@ -232,14 +236,14 @@ def _why_not_weights(ours: LayerExperts) -> str | None:
         if dtype not in DTYPES_ON_GPU:
             return f"params_dtype is {dtype}"
         if any(w.shape[1] * dtype.itemsize % LINE_BYTES for w in (w1[0], w2[0])):
-            return f"rows of its weights are no multiple of {LINE_BYTES} bytes"
+            return f"rows of its weights are not multiples of {LINE_BYTES} bytes"
     if ours.config.gradient_accumulation_fusion and hasattr(w1[0], "grad_added_to_main_grad") and ours.ddp() is None:
-        return "its gradients are not those of Megatron's DistributedDataParallel"
+        return "its gradients do not belong to Megatron's DistributedDataParallel"
     return None
 
 
-def why_no_overlap(ours: LayerExperts) -> str | None:
-    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, with any buffer."""
+def why_no_overlap(ours: MegatronExperts) -> str | None:
+    """Return why communication of this layer cannot overlap with its experts' GEMMs, whatever the buffer."""
     if ours.why_not is not None:
         return "its experts run Megatron's way"
     dispatcher = ours.layer.token_dispatcher
@@ -251,11 +255,11 @@ def why_no_overlap(ours: LayerExperts) -> str | None:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1 and not ours.is_float8:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
-    return why_no_deferred(ours)  # hooks would get other rows
+    return why_dispatch_cannot_be_left_to(ours)  # hooks would get other rows
 
 
-def can_take_quantised(ours: LayerExperts) -> bool:
-    """Return whether these experts can get rows that have arrived quantised, past their hooks."""
+def can_take_quantized(ours: MegatronExperts) -> bool:
+    """Return whether these experts can take rows that have arrived quantized. Hooks would see only their anchor."""
     if ours.why_not is not None or not ours.is_float8 or getattr(ours.config, "moe_apply_probs_on_input", False):
         return False
-    return why_no_deferred(ours) is None
+    return why_dispatch_cannot_be_left_to(ours) is None

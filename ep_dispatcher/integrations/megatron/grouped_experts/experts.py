@@ -1,11 +1,13 @@
 """Runs Megatron's routed experts in a few grouped GEMMs: --ep-dispatcher-experts.
 
-A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is replaced, if
-possible. The first forward pass decides for which layers. Each later one sees what has changed since then (changes.py):
-LoRA on a linear layer, another module, class or forward, a hook, a parameter. Then it decides anew, and prints a line.
+A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is replaced, and only
+if grouped GEMMs can do the same. The first forward pass decides that for all layers. Each later pass finds out what has
+changed since then (module_snapshot.py): LoRA on a linear layer, another module, class or forward, a hook, a parameter.
+Then it decides again, and prints a line.
 
-With --ep-dispatcher-overlap dispatch and combine of these layers run under the GEMMs, if possible: deferred.py. Layers
-that Megatron runs in FP8: float8.py. Gradients of weights: gradients.py.
+overlapped_dispatch.py   --ep-dispatcher-overlap: dispatch and combine of these layers overlap with the GEMMs
+float8.py                layers that Megatron runs in FP8
+gradients.py             where the gradients of weights go
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from torch.nn import Module, ModuleList
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.argument_types import QuantizeBlocks
-from ep_dispatcher.integrations.agree import all_reduce, say
-from ep_dispatcher.integrations.megatron.dispatcher import arguments, graphs, limits, registration
-from ep_dispatcher.integrations.megatron.dispatcher.handover import Deferred, Quantized
-from ep_dispatcher.integrations.megatron.grouped_experts import deferred, eligibility, float8
-from ep_dispatcher.integrations.megatron.grouped_experts.changes import Snapshot
+from ep_dispatcher.integrations.collectives import all_reduce
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, graphs, rank_capacity, registration
+from ep_dispatcher.integrations.megatron.dispatcher.experts_interface import PendingDispatch, QuantizedInput
+from ep_dispatcher.integrations.megatron.grouped_experts import eligibility, float8, overlapped_dispatch
 from ep_dispatcher.integrations.megatron.grouped_experts.gradients import Gradients
-from ep_dispatcher.integrations.megatron.grouped_experts.layer import LayerExperts, one_of_buckets
+from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import MegatronExperts, stand_in_for_buckets
+from ep_dispatcher.integrations.megatron.grouped_experts.module_snapshot import ModuleSnapshot
+from ep_dispatcher.integrations.messages import print_on_first_rank
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.moe.overlap import resolve_num_parts
 
-QUANTISE = "dispatch quantised rows"  # what ranks agree on
+QUANTIZE = "dispatch quantized rows"  # what ranks agree on, in words for a message
 
 
 @dataclass
@@ -45,71 +48,74 @@ class Layers:
     all: weakref.WeakValueDictionary[int, Experts] = field(default_factory=weakref.WeakValueDictionary)
 
 
-class Experts(LayerExperts):
-    """How the routed experts of one MoE layer run. It fills the dispatcher's GroupedExperts."""
+class Experts(MegatronExperts):
+    """The routed experts of one MoE layer, and how they run. It fills the dispatcher's protocol GroupedExperts."""
 
     def __init__(self, layer: Any):
         super().__init__(layer)
-        self.can_overlap = bool(arguments.given(layer.config, "overlap"))
-        self.must_be_grouped = arguments.experts(layer.config) == "grouped"
-        self.why_no_overlap: str | None = None  # why the steps cannot overlap, whatever the buffer
-        self.agreed: dict[str, bool] = {}  # what all ranks of the layer can do, or not all; see agree
-        self.was_in_float8 = False  # whether Megatron has run them in FP8, and their number does not say so
-        self.can_take_quantised = False
+        self.wants_overlap = bool(arguments.setting(layer.config, "overlap"))
+        self.must_be_grouped = arguments.experts_mode(layer.config) == "grouped"
+        self.why_no_overlap: str | None = None  # why communication cannot overlap with any buffer
+        self.agreed: dict[str, bool] = {}  # what ``agree`` has found: whether all ranks of the layer can do something
+        self.was_in_float8 = False  # whether Megatron has run them in FP8 although their layer number does not tell
+        self.can_take_quantized = False
         self.weights = float8.Weights()
         self.gradients = Gradients()
-        self.has_run_megatrons_way = False
-        self.said: set[str | None] = set()  # what has been printed of this layer as its why_not
-        self._decided_from: Snapshot | None = None  # what it was decided from; None: it is not decided
-        self._must_look_again = False
-        self._parameters: Parameters | None = None  # those that it was decided from, if they run in grouped GEMMs
-        self._hooked: list[tuple[Module, Any]] = []  # bypassed modules with hooks, and what takes their places there
-        registration.part(Layers).all[id(self)] = self
+        self.has_run_megatron_experts = False  # whether a pass has run Megatron's own forward
+        self.printed_reasons: set[str | None] = set()  # values of why_not that were printed for this layer
+        self._decided_from: ModuleSnapshot | None = None  # the modules when it was decided; None: it is not decided
+        self._must_decide_again = False
+        self._parameters: Parameters | None = None  # when it was decided, if they run in grouped GEMMs
+        self._hooked: list[tuple[Module, Any]] = []  # bypassed modules with hooks, and what to call the hooks with
+        registration.process_wide(Layers).all[id(self)] = self
 
     @property
     def is_decided(self) -> bool:
         return self._decided_from is not None
 
     def decide(self) -> None:
+        """Decide whether the experts run in grouped GEMMs, from their modules as they are now."""
         self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(self.module)
-        self.is_float8 = self.wants_float8() and float8.are_quantised(self.linears)
+        self.is_float8 = self.wants_float8() and float8.are_quantized(self.linears)
         self.weights.forget()
         self.why_not = eligibility.why_not(self)
-        if self.why_not is None and self.agreed.get(QUANTISE) and not self.is_float8:
+        if self.why_not is None and self.agreed.get(QUANTIZE) and not self.is_float8:
             self.why_not = "it has run in FP8 before"
         self.why_no_overlap = eligibility.why_no_overlap(self)
-        self.can_take_quantised = eligibility.can_take_quantised(self)
+        self.can_take_quantized = eligibility.can_take_quantized(self)
         if self.why_not is None and self.is_float8:
-            for linear in self.linears:  # what Transformer Engine has quantised there grows old
+            for linear in self.linears:  # quantized weights of Transformer Engine that would become outdated
                 getattr(linear, "_fp8_workspaces", {}).clear()
         linears = self.linears
         owners = self.bypassed[: -len(linears)] if linears else []
-        owners += [one for one in self.module.children() if type(one) is ModuleList]  # SequentialMLP has one
-        self._decided_from, self._must_look_again = Snapshot(self.module, owners, linears), False
+        owners += [child for child in self.module.children() if type(child) is ModuleList]  # SequentialMLP has one
+        self._decided_from, self._must_decide_again = ModuleSnapshot(self.module, owners, linears), False
         self._parameters = self.parameters() if self.why_not is None else None
         groups = getattr(self.ddp(), "param_to_bucket_group", {})
-        self._hooked = [(one, one_of_buckets(one, groups)) for one in self.bypassed if one._forward_pre_hooks]
+        self._hooked = [
+            (module, stand_in_for_buckets(module, groups)) for module in self.bypassed if module._forward_pre_hooks
+        ]
 
-    def look_again(self) -> None:
-        """Let the next forward pass decide anew, although nothing may have changed that it sees."""
-        self._must_look_again = True
+    def decide_again_later(self) -> None:
+        """Let the next forward pass decide again, even if it sees no change."""
+        self._must_decide_again = True
 
     def wants_float8(self) -> bool:
-        """Return whether Megatron runs the layer in FP8, if its linear layers can."""
+        """Return whether Megatron runs the layer in FP8, provided that its linear layers can."""
         return self.was_in_float8 or float8.is_wanted(self.config, self.layer.layer_number)
 
     def has_changed(self) -> bool:
-        """Return whether there is something new since it was decided."""
+        """Return whether something has changed since it was decided."""
         if self._decided_from is None:
             return False
-        return self._must_look_again or not self._decided_from.is_current()
+        return self._must_decide_again or not self._decided_from.is_current()
 
     def is_grouped(self) -> bool:
-        """Return whether they run in grouped GEMMs now. Print what is new. The first call decides for all layers."""
+        """Return whether they run in grouped GEMMs now. Print changes. The first call decides for all layers."""
         if self._decided_from is None:
             _decide_all()
         elif self.config.fp8 and not self.wants_float8() and float8.is_entered():
-            self.was_in_float8 = self._must_look_again = True
+            self.was_in_float8 = self._must_decide_again = True
         if self.has_changed():
             _decide_again()
         if self.why_not is not None and self.must_be_grouped and registration.active() is not None:
@@ -117,163 +123,165 @@ class Experts(LayerExperts):
             checks.refuse(f"{self.name} cannot run in grouped GEMMs ({self.why_not}): give {flag} auto or megatron")
         return self.why_not is None
 
-    def forward(self, rows: Tensor, counts: Tensor | Deferred | Quantized, probs: Tensor) -> tuple[Tensor, None]:
-        """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host reads none of them.
+    def forward(
+        self, rows: Tensor, counts: Tensor | PendingDispatch | QuantizedInput, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host does not read them.
 
-        With a Deferred in place of counts, rows and probs are the tokens of this rank, and the result is combined. With
-        a Quantized, rows are the anchor of its rows.
+        With a PendingDispatch in place of counts, rows and probs are the tokens of this rank, and the result is
+        combined. With a QuantizedInput, rows are the anchor of its rows.
         """
         self.is_captured |= graphs.is_capturing() or graphs.stream_is_captured()
-        for module, buckets in self._hooked:  # with overlap_param_gather hooks wait for the weights, no more
+        for module, buckets in self._hooked:  # with overlap_param_gather these hooks only wait for the weights
             for hook in module._forward_pre_hooks.values():
                 hook(buckets, (rows, counts))
         if getattr(self.config, "moe_apply_probs_on_input", False):  # top-k is 1, so a token has one
             rows, probs = (rows * probs.view(-1, 1)).to(rows.dtype), torch.ones_like(probs)
         parameters = self._parameters
         assert parameters is not None  # since is_grouped was true
-        take_grads, anchor = self.gradients.take(self, parameters, is_deferred=isinstance(counts, Deferred))
+        take_grads, anchor = self.gradients.take(self, parameters, runs_dispatch=isinstance(counts, PendingDispatch))
         recomputes = self.config.recompute_granularity == "selective" and "moe_act" in self.config.recompute_modules
         options: dict[str, Any] = dict(take_grads=take_grads, anchor=anchor, keep_activated=not recomputes)
         options["activation"] = eligibility.activation_of(self.config)
-        is_first = float8.take_first(self.linears)
-        if self.is_float8 and (float8.is_on() or float8.is_quantised(parameters.w1[0])):
+        is_first = float8.take_is_first(self.linears)
+        if self.is_float8 and (float8.is_on() or float8.is_quantized(parameters.w1[0])):
             options["float8"] = self.weights.get(parameters, self.linears, is_first)
-        if isinstance(counts, Deferred):
-            return deferred.run(counts, rows, probs, parameters, **options), None
-        given: Any
-        if isinstance(counts, Quantized):
-            given, counts = counts.pair(rows), counts.counts
+        if isinstance(counts, PendingDispatch):
+            return overlapped_dispatch.run(counts, rows, probs, parameters, **options), None
+        inputs: Any
+        if isinstance(counts, QuantizedInput):
+            inputs, counts = counts.with_anchor(rows), counts.counts
         else:
-            given = rows.contiguous()
+            inputs = rows.contiguous()
         ends = counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
-        (out,) = grouped_mlp([(given, probs.float(), ends)], parameters, **options)
+        (out,) = grouped_mlp([(inputs, probs.float(), ends)], parameters, **options)
         return out, None
 
-    def note_megatrons_way(self) -> None:
-        """Note that a pass runs Megatron's way, in which no signal tells of new weights."""
-        self.has_run_megatrons_way = True
+    def note_megatron_pass(self) -> None:
+        """Note that a pass runs Megatron's own forward, in which this object does not learn of new weights."""
+        self.has_run_megatron_experts = True
         self.weights.forget()
 
     def check_rows(self, rows: Tensor, counts: Tensor) -> None:
-        """Refuse rows that were dispatched for grouped GEMMs, more than the counts say: Megatron's experts take none.
+        """Refuse surplus rows, which a dispatch with a limit brings for grouped GEMMs: Megatron's experts take none.
 
-        They are there if the experts have changed since the dispatch.
+        They occur if the experts have changed since the dispatch.
         """
         factor = arguments.rank_capacity_factor(self.config)
         if factor is None or getattr(self.config, "moe_expert_rank_capacity_factor", None):
             return
         if rows.shape[0] > int(counts.sum()):
             raise RuntimeError(
-                f"{self.name}: its experts have changed between the dispatch and "
-                f"their forward ({self.why_not}), and {limits.FACTOR} has given them more rows than Megatron's own "
-                "experts take. Change them between two forward passes"
+                f"{self.name}: its experts have changed between the dispatch and their forward ({self.why_not}), and "
+                f"{rank_capacity.FACTOR_FLAG} has given them more rows than Megatron's own experts take. Change them "
+                "between two forward passes"
             )
 
-    def can_take_deferred(self, buffer: ep.Buffer) -> bool:
-        """Return whether they take a Deferred, and run dispatch and combine themselves: the same on all ranks.
+    def can_run_dispatch(self, buffer: ep.Buffer) -> bool:
+        """Return whether they accept a PendingDispatch, and run dispatch and combine themselves: the same on all ranks.
 
-        Ask ``is_grouped`` first: it sees what has changed. The first call is collective. A hook on the experts of one
-        rank is enough to forbid it, and a rank without overlap says no. If the linear layers change later, this rank
-        still takes part, with Megatron's own experts. Raises RuntimeError if it cannot any more, because the experts'
-        own forward was replaced or has hooks: the others would wait for its second part.
+        Call ``is_grouped`` first, because it sees changes. The first call is collective. All ranks have to want the
+        overlap, and a hook on the experts of one rank is enough to prevent it. If the linear layers of this rank change
+        later, it still takes part, with Megatron's own experts. Raises RuntimeError if that has become impossible,
+        because the experts' own forward was replaced or has hooks: the others would wait for the second part.
         """
         if resolve_num_parts(buffer) == 1:
             return False
-        can = self.why_not is None and self.can_overlap and self.why_no_overlap is None
+        can = self.why_not is None and self.wants_overlap and self.why_no_overlap is None
         agreed = self.agree("run their steps in two parts of the tokens", can)
-        why_not = eligibility.why_no_deferred(self) if agreed and not can else None
+        why_not = eligibility.why_dispatch_cannot_be_left_to(self) if agreed and not can else None
         if why_not is not None:
             raise RuntimeError(
-                f"{self.name} has run in two parts of the tokens on all ranks, and cannot any more on this rank: "
-                f"{why_not}. Ranks would get out of step. Change the experts before the first pass"
+                f"{self.name} has run in two parts of the tokens on all ranks, but cannot do so any more on this rank: "
+                f"{why_not}. The ranks would get out of step. Change the experts before the first pass"
             )
         return agreed
 
-    def agree(self, what: str, here: bool) -> bool:
-        """Return whether all ranks of the layer can do this. The first call is collective, and answers later ones.
+    def agree(self, what: str, is_possible_here: bool) -> bool:
+        """Return whether all ranks of the layer can do something. The first call is collective; its answer is kept.
 
-        It prints a line if only some ranks can. what: the predicate of a sentence about ranks
+        A line is printed if only some ranks can. what: the predicate of a sentence about ranks
         """
         if what not in self.agreed:
             group = self.layer.token_dispatcher.tp_ep_group
             cannot = torch.zeros(group.size(), dtype=torch.int32, device="cpu")
-            cannot[group.rank()] = not here
+            cannot[group.rank()] = not is_possible_here
             all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on its experts", note=self.name)
             refusing = [dist.get_global_rank(group, rank) for rank in cannot.nonzero().flatten().tolist()]
             self.agreed[what] = not refusing
             if group.rank() == 0 and 0 < len(refusing) < group.size():
-                some = f"{len(refusing)} of {group.size()} ranks cannot, the first is rank {refusing[0]}"
-                print(f"ep_dispatcher: the ranks of {self.name} do not {what}: {some}", flush=True)
+                reason = f"{len(refusing)} of {group.size()} ranks cannot, the first is rank {refusing[0]}"
+                print(f"ep_dispatcher: the ranks of {self.name} do not {what}: {reason}", flush=True)
         return self.agreed[what]
 
-    def quantisation(self) -> QuantizeBlocks | None:
-        """Return how the dispatch of this pass quantises. The first call for a layer in FP8 is collective.
+    def quantize_blocks(self) -> QuantizeBlocks | None:
+        """Return how the dispatch of this pass quantizes. The first call for a layer in FP8 is collective.
 
-        All ranks quantise or none. One whose experts have changed since they agreed gives these dequantised rows.
+        Either all ranks quantize or none. If the experts of one rank change later, it gives them dequantized rows.
         """
-        agreed = self.wants_float8() and self.agree(QUANTISE, self.can_take_quantised)
+        agreed = self.wants_float8() and self.agree(QUANTIZE, self.can_take_quantized)
         return float8.WIRE if agreed and float8.is_on() else None
 
 
 def experts_of(module: Module) -> Experts | None:
-    """Return what `moe_layer.build` has attached to this experts module."""
+    """Return the object that ``moe_layer.wrap_init`` has attached to this experts module."""
     return vars(module).get("ep_dispatcher")
 
 
 def is_grouped(module: Module) -> bool:
-    """Return whether this experts module runs in grouped GEMMs now. Print what is new."""
+    """Return whether this experts module runs in grouped GEMMs now. Print changes."""
     one = experts_of(module)
     return one is not None and one.is_grouped()
 
 
 def is_float8(module: Module) -> bool:
-    """Return whether this experts module runs in grouped GEMMs in FP8. Ask ``is_grouped`` first."""
+    """Return whether this experts module runs in grouped GEMMs in FP8. Call ``is_grouped`` first."""
     one = experts_of(module)
     return one is not None and one.why_not is None and one.is_float8
 
 
 def _decide_all() -> None:
-    """Decide for the layers that are new, and print how many run in grouped GEMMs, and why the others do not."""
-    new = [one for one in registration.part(Layers).all.values() if not one.is_decided]
+    """Decide for all new layers. Print how many run in grouped GEMMs, and why the others do not."""
+    new = [one for one in registration.process_wide(Layers).all.values() if not one.is_decided]
     for one in new:
         one.decide()
-        one.said = {one.why_not} - {None}
+        one.printed_reasons = {one.why_not} - {None}
     grouped = [one for one in new if one.why_not is None]
     line = f"ep_dispatcher runs the experts of {len(grouped)} of {len(new)} MoE layers in grouped GEMMs"
-    if quantised := sum(one.is_float8 for one in grouped):
-        line += f", {quantised} of them in FP8"
+    if quantized := sum(one.is_float8 for one in grouped):
+        line += f", {quantized} of them in FP8"
     if grouped:
         line += f" (activation in float32, rounded once; {arguments.flag('experts')} megatron switches it off)"
-    say(line + _by_reason("Megatron's own way: ", ((one, one.why_not) for one in new)))
-    if any(one.can_overlap for one in new):
-        _say_overlap(new)
+    print_on_first_rank(line + _by_reason("Megatron's own way: ", ((one, one.why_not) for one in new)))
+    if any(one.wants_overlap for one in new):
+        _print_overlap(new)
 
 
-def _say_overlap(layers: Sequence[Experts]) -> None:
+def _print_overlap(layers: Sequence[Experts]) -> None:
     """Print how many layers overlap communication with their experts, and why the others do not."""
     buffers = (getattr(one.layer.token_dispatcher, "buffer", None) for one in layers)  # a model shares one
     buffer = next((one for one in buffers if one is not None), None)
-    of_buffer = None if buffer is None else overlap.no_overlap_reason(buffer)
-    reasons = [(one, one.why_no_overlap or of_buffer) for one in layers]
+    why_not_with_buffer = None if buffer is None else overlap.no_overlap_reason(buffer)
+    reasons = [(one, one.why_no_overlap or why_not_with_buffer) for one in layers]
     overlapped = sum(reason is None for _, reason in reasons)
     line = (
         f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
     )
     if overlapped:
         line += ", in two parts of the tokens"
-        if any(one.can_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
-            line += f". The host waits for the counts of each dispatch: {limits.FACTOR} is not given"
-    say(line + _by_reason("One after the other: ", reasons))
+        if any(one.wants_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
+            line += f". The host waits for the counts of each dispatch: {rank_capacity.FACTOR_FLAG} is not given"
+    print_on_first_rank(line + _by_reason("One after the other: ", reasons))
 
 
 def _decide_again() -> None:
-    """Decide anew for the layers that have changed. Print one line for all, on each rank that sees a change."""
+    """Decide again for all layers that have changed. Print one line, on each rank that sees a change."""
     new = []
-    for one in [one for one in registration.part(Layers).all.values() if one.has_changed()]:
+    for one in [one for one in registration.process_wide(Layers).all.values() if one.has_changed()]:
         before = one.why_not
         one.decide()
-        if one.why_not != before and one.why_not not in one.said:
-            one.said.add(one.why_not)
+        if one.why_not != before and one.why_not not in one.printed_reasons:
+            one.printed_reasons.add(one.why_not)
             new.append(one)
     if new:
         line = f"ep_dispatcher: experts have changed on rank {dist.get_rank() if dist.is_initialized() else 0}"
@@ -283,7 +291,7 @@ def _decide_again() -> None:
 
 
 def _by_reason(head: str, layers: Iterable[tuple[Experts, str | None]]) -> str:
-    """Return a sentence with the layers that have a reason; nothing if there are none."""
+    """Return a sentence with the layers of each reason, or "" if no layer has one."""
     reasons = dict[str, list[str]]()
     for one, reason in layers:
         if reason is not None:
@@ -293,6 +301,6 @@ def _by_reason(head: str, layers: Iterable[tuple[Experts, str | None]]) -> str:
 
 
 def forget_agreements() -> None:
-    """Let ranks agree anew on what each layer can do. register() and unregister() call it, on all ranks."""
-    for one in registration.part(Layers).all.values():
+    """Let ranks agree again on what each layer can do. register() and unregister() call this on all ranks."""
+    for one in registration.process_wide(Layers).all.values():
         one.agreed.clear()

@@ -1,8 +1,10 @@
-"""Reads the dispatcher's settings from a Megatron configuration, and refuses unsupported ones when a layer is built."""
+"""Reads a Megatron configuration for the dispatcher, and refuses settings that it does not support.
+
+The check runs when a layer is built. rank_capacity.py has what limits the rows of a rank.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,14 +12,13 @@ from typing import Any
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.errors import TooFewRowsError, copy_error
-from ep_dispatcher.integrations.megatron.dispatcher import arguments
+from ep_dispatcher.integrations.megatron.dispatcher import arguments, rank_capacity
 from ep_dispatcher.integrations.megatron.dispatcher.arguments import flag_of
 
 # Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
-# Fields that this dispatcher would ignore, and why. Not every Megatron has all. Other fields of other backends ask for
-# what it does anyway: moe_permute_fusion_into_hybridep and moe_hybridep_pad_uneven_dispatch_inputs.
+# Fields that this dispatcher would ignore, and why. Not every Megatron has all of them. Two other fields of other
+# backends ask for what this one does anyway: moe_permute_fusion_into_hybridep, moe_hybridep_pad_uneven_dispatch_inputs.
 UNSUPPORTED = {
     "moe_paged_stash": "it is for experts of the op fuser; a step with too many rows is skipped here without it",
     "moe_ncclep_static_shape": "it is for ncclep; --moe-expert-rank-capacity-factor gives static shapes here",
@@ -29,9 +30,7 @@ UNSUPPORTED = {
 OVERLAPS_WGRAD = "overlap_dispatch_backward_with_experts_wgrad"  # 0.18 and newer
 # Fields that let GEMMs run beside a dispatch or combine. Without them it may take more than 24 multiprocessors.
 OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "delay_wgrad_compute", OVERLAPS_WGRAD)
-ALONE_SMS = 32
-FACTOR = arguments.flag("rank_capacity_factor")
-MEGATRONS_FACTOR = flag_of("moe_expert_rank_capacity_factor")
+ALONE_SMS = 32  # multiprocessors of an operation that nothing overlaps with
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -51,8 +50,7 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
     if num_local_experts * num_ranks != config.num_moe_experts * expert_tp:
         checks.refuse(
             f"--num-experts {config.num_moe_experts} cannot be divided evenly among {num_ranks // expert_tp} ranks; "
-            "this "
-            f"rank has {num_local_experts}"
+            f"this rank has {num_local_experts}"
         )
     latent = getattr(config, "moe_latent_size", None)
     flag, size = ("--moe-latent-size", latent) if latent else ("--hidden-size", config.hidden_size)
@@ -67,9 +65,9 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
 
 
 def graph_modules(config) -> tuple[str, list[str]]:
-    """Return the flag that says what CUDA graphs capture, and words with its values; 0.18 renamed it.
+    """Return the flag that says what CUDA graphs capture, and its values as words. 0.18 renamed the flag.
 
-    Until Megatron has checked it, a value may be a name, a list of names or of members of an enum.
+    Until Megatron has checked it, a value may be a name, or a list of names or of members of an enum.
     """
     values = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
     given = {name: value for name, value in values.items() if value is not None}
@@ -98,7 +96,7 @@ def can_capture_experts(config) -> bool:
 
 
 def can_capture_layers(config) -> bool:
-    """Return the same, but False for graphs of a whole iteration, which also have DistributedDataParallel's hooks."""
+    """Return the same, but False for graphs of a whole iteration, which contain DistributedDataParallel's hooks too."""
     captured = captured_experts(config)
     return can_capture_experts(config) and (captured is None or captured[1] != "full_iteration")
 
@@ -110,37 +108,38 @@ def has_overlapped_wgrad(config) -> bool:
 
 def _check_capture(config, flag: str, value: str) -> None:
     """Raise ValueError for settings that dispatch and experts do not support inside a CUDA graph."""
-    if any_factor(config) is None:
+    if rank_capacity.factor_of(config) is None:
         checks.refuse(
             f"{flag} is {value}: while a graph is captured the host cannot wait for row counts. Capture attn, "
-            "moe_router "
-            f"and moe_preprocess alone, or give {arguments.flag('experts')} auto and {FACTOR}"
+            f"moe_router and moe_preprocess alone, or give {arguments.flag('experts')} auto and "
+            f"{rank_capacity.FACTOR_FLAG}"
         )
     if config.variable_seq_lengths:
         checks.fail("--variable-seq-lengths", True, f"False with {flag} {value}: a graph has one number of tokens")
     if config.overlap_moe_expert_parallel_comm and value != "full_iteration":
-        checks.fail("--overlap-moe-expert-parallel-comm", True, f"False with {flag} {value}: it parts a layer")
+        checks.fail("--overlap-moe-expert-parallel-comm", True, f"False with {flag} {value}: it splits a layer")
 
 
 def num_sms(config) -> int | None:
-    """Return the multiprocessors that the user's flags give to communication; by default ALONE_SMS if it runs alone.
+    """Return the multiprocessors that the user's flags give to communication, by default ALONE_SMS if it runs alone.
 
-    None: 24. Megatron's own defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for other backends.
+    None stands for the engine's default, 24. Megatron's own defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for
+    other backends.
     """
-    ours = arguments.given(config, "num_sms")
+    ours = arguments.setting(config, "num_sms")
     if ours is not None:
         return ours
     given = _changed(config, SMS_FIELDS)
     for name, value in given.items():
         checks.integer(flag_of(name), value, 1)
         if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
-            checks.refuse(f"{flag_of(name)} is {value} beside {given}: give one number of multiprocessors")
-    overlaps = arguments.given(config, "overlap") or any(getattr(config, name, False) for name in OVERLAPS)
+            checks.refuse(f"{flag_of(name)} is {value} beside {given}: give only one number of multiprocessors")
+    overlaps = arguments.setting(config, "overlap") or any(getattr(config, name, False) for name in OVERLAPS)
     return next(iter(given.values()), None if overlaps else ALONE_SMS)
 
 
 def _changed(config, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of these fields that this Megatron has, and that are not as by default."""
+    """Return the values of those fields that this Megatron has and that differ from their defaults."""
     fields = type(config).__dataclass_fields__
     given = {name: getattr(config, name) for name in names if name in fields}
     return {name: value for name, value in given.items() if value != fields[name].default}
@@ -149,48 +148,14 @@ def _changed(config, names: Iterable[str]) -> dict[str, Any]:
 def expert_alignment(config) -> int:
     """Return the alignment of expert groups that Megatron's grouped GEMMs need, 1 for none.
 
-    Megatron knows which settings need one: quantisation, since 0.18 the op fuser, in 0.20 moe_use_grouped_tensor.
+    Megatron knows which settings need one: quantization, since 0.18 the op fuser, in 0.20 moe_use_grouped_tensor.
     Before 0.18 it says 16 where none is needed.
     """
-    from megatron.core.transformer.moe import moe_utils  # not before Megatron is in use: buffers.py imports this
+    from megatron.core.transformer.moe import (
+        moe_utils,  # here, because buffers.py imports this file before Megatron is in use
+    )
 
     knows_all = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
     if knows_all or config.fp8 or getattr(config, "fp4", None):
         return max(1, moe_utils.get_align_size_for_quantization(config))
     return 1
-
-
-def any_factor(config) -> float | None:
-    """Return the rank capacity factor, ours or Megatron's."""
-    ours = arguments.rank_capacity_factor(config)
-    return getattr(config, "moe_expert_rank_capacity_factor", None) if ours is None else ours
-
-
-def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | None:
-    """Return the rows of a rank by --moe-expert-rank-capacity-factor; None without it."""
-    factor = getattr(config, "moe_expert_rank_capacity_factor", None)
-    if factor is None:
-        return None
-    return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment
-
-
-def explained(error: ValueError, num_choices: int, num_ranks: int) -> ValueError:
-    """Return the error. If num_choices x factor allowed too few rows, return one that names a factor that is enough."""
-    if not isinstance(error, TooFewRowsError):
-        return error
-    enough = min(math.ceil(100 * error.needed_rows / num_choices) / 100, num_ranks)
-    return copy_error(error, f". {FACTOR} {enough:g} is enough for this routing")
-
-
-def max_rows_by_factor(
-    factor: float, max_tokens: int, num_ranks: int, choices: int, num_local_experts: int, alignment: int = 1
-) -> int:
-    """Return the rows of a rank by --ep-dispatcher-rank-capacity-factor.
-
-    They are max_tokens x choices x factor, but never more than the ranks can send with groups that are padded to
-    ``alignment``, and rounded up to it. With a factor of num_ranks they are exactly that: then any routing has room.
-    """
-    rows = num_ranks * max_tokens * min(choices, num_local_experts) + num_local_experts * (alignment - 1)
-    if factor < num_ranks:
-        rows = min(rows, math.ceil(max_tokens * choices * factor))
-    return -(-rows // alignment) * alignment

@@ -1,8 +1,8 @@
-"""Sees whether modules have changed since it was decided how to run them, in every forward pass and at little cost.
+"""Finds out in every forward pass whether modules have changed since it was decided how to run them.
 
-What may change: the class of a module or its forward, LoRA and other modules in a module's place, parameters, hooks. A
-program does it by PyTorch's functions or writes into a module's dictionaries, so no signal tells of all of it. But all
-of it can be read, and Python's own loops in C read it several times as fast as a loop of Python.
+A program may change the class of a module or its forward, replace a module (as LoRA does), and change parameters or
+hooks. It may use PyTorch's functions or write into a module's dictionaries, so no hook can report all of it. Therefore
+everything is compared. ``map`` and ``itertools`` do so in C, several times as fast as a loop in Python.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
-# Dictionaries of a module with its hooks. The fifth one of PyTorch only has flags of hooks that are in these.
+# The dictionaries of a module that hold its hooks. PyTorch has a fifth one, with flags of hooks that are in these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(
     getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
-# Each reads a module's own dictionary.
+# Each of these reads a module's own dictionary.
 _hooks_of = itemgetter(*HOOKS)
 _parameters_of, _modules_of = itemgetter("_parameters"), itemgetter("_modules")
-# What modules of experts call or go by beside parameters and submodules: attributes that some of them have.
+# Attributes of experts' modules that change what they compute. Not every module has them.
 _ATTRIBUTES = ("activation_func", "te_quant_params")
-_END = (object(),)  # behind what is compared, so that neither side may be longer
+_END = (object(),)  # ends both sequences that are compared, so that a longer one is not equal
 Owned = dict[str, Any]  # a module's own dictionary
 
 
-class Snapshot:
-    """What there is of some modules. ``is_current`` says whether all of it is the same still, compared by identity.
+class ModuleSnapshot:
+    """Everything about some modules that decides how to run them. ``is_current`` says whether it is still the same.
 
     whole    the module that grouped GEMMs replace as a whole; it may own this snapshot, so it is not held here
     owners   modules in it, or lists of them, that have modules of their own
     linears  its linear layers, whose parameters count
 
-    What else is compared is held, so that nothing new gets the address of something that is gone. Hooks are there by
-    their numbers, which PyTorch uses once: a hook itself may keep a whole model alive.
+    Objects are compared by identity. They are held here, so that no new object can get the address of an old one. Hooks
+    are compared by their numbers, which PyTorch never uses again, because a hook may keep a whole model alive.
     """
 
     def __init__(self, whole: Module, owners: Sequence[Module], linears: Sequence[Module]):
@@ -48,12 +48,12 @@ class Snapshot:
         self._distinct_classes = [*dict.fromkeys(self._classes)]
         self._owned_by_owners: list[Owned] = [module.__dict__ for module in owners]
         self._owned_by_linears: list[Owned] = [module.__dict__ for module in linears]
-        of_parts = self._owned_by_owners + self._owned_by_linears
-        attributed = [(owned, name) for owned in of_parts for name in _ATTRIBUTES if name in owned]
+        inner = self._owned_by_owners + self._owned_by_linears
+        attributed = [(owned, name) for owned in inner for name in _ATTRIBUTES if name in owned]
         self._attributed, self._names = [owned for owned, _ in attributed], [name for _, name in attributed]
         own = whole.__dict__
         self._contents = [*self._contents_now(own)]
-        owned = [own, *of_parts]
+        owned = [own, *inner]
         self._forwards = self._forwards_now(owned)
         self._hooks = _hooks_now(owned)
 
@@ -71,18 +71,18 @@ class Snapshot:
         )
 
     def _contents_now(self, own: Owned) -> Iterator[Any]:
-        """Yield parameters, submodules and attributes, in an order that stays."""
+        """Yield parameters, submodules and attributes, always in the same order."""
         modules = map(_modules_of, (own, *self._owned_by_owners))
         tables = chain(map(_parameters_of, self._owned_by_linears), modules)
         attributes = chain(map(own.get, _ATTRIBUTES), map(dict.get, self._attributed, self._names))
         return chain(chain.from_iterable(map(dict.values, tables)), attributes, _END)
 
     def _forwards_now(self, owned: list[Owned]) -> list[Any]:
-        """Return the forward of each class, and which modules have one of their own, in which case that counts."""
-        of_classes = [kind.forward for kind in self._distinct_classes]
+        """Return the forward of each class. If a module has its own forward, also return which modules have one."""
+        forwards: list[Any] = [kind.forward for kind in self._distinct_classes]
         if any(map(contains, owned, repeat("forward"))):
-            of_classes += ["forward" in one for one in owned]
-        return of_classes
+            forwards += ["forward" in each for each in owned]
+        return forwards
 
 
 def _hooks_now(owned: list[Owned]) -> list[Any]:

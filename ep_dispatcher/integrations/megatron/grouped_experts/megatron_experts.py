@@ -1,4 +1,4 @@
-"""The routed experts of one MoE layer as Megatron made them: modules and weights, and what was decided of them."""
+"""The routed experts of one MoE layer as Megatron made them: their modules and weights, and what was decided."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from ep_dispatcher.moe.grouped_mlp import Parameters
 
 @dataclass
 class Forwards:
-    """Forwards of experts that take a Deferred or a Quantized in place of counts."""
+    """Forwards of experts that take a PendingDispatch or a QuantizedInput in place of counts."""
 
     ours: weakref.WeakSet[Callable[..., Any]] = field(default_factory=weakref.WeakSet)
 
 
-def note_forward(forward: Callable[..., Any]) -> None:
-    """Remember that this forward of experts takes what ours takes."""
-    registration.part(Forwards).ours.add(forward)
+def register_forward(forward: Callable[..., Any]) -> None:
+    """Remember that this forward of experts accepts what ours accepts."""
+    registration.process_wide(Forwards).ours.add(forward)
 
 
-class LayerExperts:
-    """Modules and weights of the routed experts of one MoE layer, and what was decided of them.
+class MegatronExperts:
+    """Modules and weights of the routed experts of one MoE layer, and what was decided about them.
 
-    Megatron's experts module owns it, so it holds neither this nor the layer: both end when they are dropped.
+    Megatron's experts module owns this object, which therefore holds neither the module nor the layer.
     """
 
     def __init__(self, layer: Any):
         self.layer, self._module, self.config = weakref.proxy(layer), weakref.ref(layer.experts), layer.config
-        self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
+        self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once it exists
         self.fc1: list[Module] = []  # the linear layers with w1, once it is decided
         self.fc2: list[Module] = []  # those with w2
-        self.bypassed: list[Module] = []  # every module that grouped GEMMs leave uncalled
-        self.why_not: str | None = None  # why they run Megatron's way
+        self.bypassed: list[Module] = []  # every module that grouped GEMMs do not call
+        self.why_not: str | None = None  # why they do not run in grouped GEMMs
         self.is_float8 = False  # whether Megatron runs them in FP8
         self.is_captured = False  # whether CUDA graphs contain these experts
 
@@ -61,13 +61,13 @@ class LayerExperts:
         return Parameters(*(_parameters(linears, name) for name in names for linears in (self.fc1, self.fc2)))
 
     def has_our_forward(self) -> bool:
-        """Return whether the forward of the experts module is ours: not after unregister(), or if it was replaced."""
+        """Return whether the forward of the experts module is ours. Not after unregister(), or if it was replaced."""
         forward = vars(self.module).get("forward", type(self.module).forward)
-        return forward in registration.part(Forwards).ours
+        return forward in registration.process_wide(Forwards).ours
 
 
-def one_of_buckets(module: Module, groups: dict[Tensor, Any]) -> Any:
-    """Return what takes a module's place before its hooks: they wait for a whole bucket group by any weight of it."""
+def stand_in_for_buckets(module: Module, groups: dict[Tensor, Any]) -> Any:
+    """Return a stand-in for a module in its hooks. One weight of a bucket group makes them wait for the whole group."""
     weights = {id(groups.get(one)): one for one in module.parameters(recurse=False)}
     return types.SimpleNamespace(parameters=lambda recurse: weights.values())
 

@@ -1,8 +1,8 @@
 """Lets Megatron-Bridge's functions for flex dispatchers take our name.
 
-Up to 0.6 ``apply_flex_dispatcher_backend`` skips a name that it does not know, with a warning. From 0.7 on it refuses
-it, and ``validate_flex_dispatcher_backend`` refuses a model that has it. Megatron-Bridge takes long to import, and a
-launcher registers before it is imported. So its module is changed when it comes.
+Up to 0.6 ``apply_flex_dispatcher_backend`` skips an unknown name with a warning. From 0.7 on it refuses such a name,
+and ``validate_flex_dispatcher_backend`` refuses a model that has one. Megatron-Bridge takes long to import, and a
+launcher calls register() before that import. So the functions are replaced as soon as their module is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ep_dispatcher.integrations.megatron.dispatcher import registration
-from ep_dispatcher.integrations.megatron.dispatcher.patches import exchange
+from ep_dispatcher.integrations.megatron.dispatcher.patch import replace_everywhere
 
 MODULE = "megatron.bridge.training.flex_dispatcher_backend"
 APPLY, VALIDATE = "apply_flex_dispatcher_backend", "validate_flex_dispatcher_backend"
@@ -66,18 +66,18 @@ class _Finder(importlib.abc.MetaPathFinder):
     def replace(self, module: ModuleType) -> None:
         for name, wrap in ((APPLY, _applying_our_name), (VALIDATE, _passing_our_name)):
             old = getattr(module, name, None)
-            if old is not None:  # a recipe that wants a missing one ends with an error of Python
+            if old is not None:  # a recipe that calls a missing function gets Python's own error
                 self._replaced.append((name, old, wrap(old)))
-                exchange(*self._replaced[-1])  # in recipes too
+                replace_everywhere(*self._replaced[-1])  # in recipes too
 
     def undo(self) -> None:
         sys.meta_path.remove(self)
         for name, old, new in self._replaced:
-            exchange(name, new, old)
+            replace_everywhere(name, new, old)
 
 
 def _applying_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what sets our name. In another Megatron-Bridge, which may skip it with a warning, it raises."""
+    """Wrap apply_flex_dispatcher_backend. Raise if its signature is unknown: it might just skip our name."""
     signature = inspect.signature(old)
     given = list(signature.parameters)
 
@@ -87,14 +87,14 @@ def _applying_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(*args, **kwargs)
         if given != PARAMETERS:
             raise ValueError(
-                f"{APPLY} of this Megatron-Bridge takes {given}, and not {PARAMETERS}. Set moe_token_dispatcher_type = "
+                f"{APPLY} of this Megatron-Bridge takes {given}, not {PARAMETERS}. Set moe_token_dispatcher_type = "
                 f'"flex" and moe_flex_dispatcher_backend = "{registration.NAME}" in the recipe instead'
             )
         config = signature.bind(*args, **kwargs).arguments[PARAMETERS[0]]
         if not getattr(config, "num_moe_experts", None):
             logger.warning("%s: skipped %s, because the model has no experts", APPLY, registration.NAME)
             return None
-        # Overlapped shared experts stay as they are: other backends need them switched off, this one does not.
+        # Other backends need the overlap of shared experts switched off, but this one does not.
         config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", registration.NAME
         return None
 
@@ -102,13 +102,13 @@ def _applying_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _passing_our_name(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what finds nothing wrong with a model that has our name: the engine looks at the GPU itself."""
+    """Wrap validate_flex_dispatcher_backend. A model with our name is valid: the engine checks the GPU itself."""
 
     @functools.wraps(old)
     def validate(*args: Any, **kwargs: Any) -> Any:
         for config in (*args, *kwargs.values()):
             has_fields = hasattr(config, "moe_token_dispatcher_type") and hasattr(config, "moe_flex_dispatcher_backend")
-            if has_fields and registration.is_ours(config):
+            if has_fields and registration.chooses_ep_dispatcher(config):
                 return None
         return old(*args, **kwargs)
 
@@ -124,7 +124,7 @@ def refuse_ignored_choice(config: Any) -> None:
     asked = None if active is None else getattr(active.parsed, "moe_flex_dispatcher_backend", None)
     if "megatron.bridge" not in sys.modules or asked != registration.NAME:
         return
-    if config.num_moe_experts and not registration.is_ours(config):
+    if config.num_moe_experts and not registration.chooses_ep_dispatcher(config):
         raise ValueError(
             f"--moe_flex_dispatcher_backend is {asked}, but this script of Megatron-Bridge ignores it and leaves "
             f'the model with "{config.moe_token_dispatcher_type}". Add model.moe_token_dispatcher_type=flex '

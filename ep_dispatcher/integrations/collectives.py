@@ -1,6 +1,6 @@
-"""What integrations share: agreements between ranks outside the engine, and what they say to the user.
+"""Collectives of the integrations, by which ranks agree on sizes and settings outside the engine.
 
-An agreement has the engine's time limit and its error. No host waits for a GPU.
+Those over a group run on the hosts. They have the engine's time limit, and raise its error if a rank is late.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,41 +26,8 @@ from ep_dispatcher.stores import STORE_GONE, STORE_S
 from ep_dispatcher.threads import in_thread
 from ep_dispatcher.topology import registered_group
 
-_agreements: Counter[str] = Counter()  # number by group; the same on all its ranks
-_in_use: set[str] = set()  # frameworks of which ``say_in_use`` has told
-_of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-
-
-def is_first_rank() -> bool:
-    """Return whether this is the rank of the job that tells the user something."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def say(text: str) -> None:
-    """Print a line of ours on the first rank of the job."""
-    if is_first_rank():
-        print(text, flush=True)
-
-
-def say_in_use(framework: str, buffer: ep.Buffer, more: str = "") -> None:
-    """Print once a job, on its first rank, that this library carries the tokens of a framework.
-
-    framework   its name and version, such as "torchtitan 0.3.0"
-    buffer      the first one; the line has its engine, sizes, ranks, nodes, and the wire between nodes
-    more        facts of this framework alone, which follow its name
-    """
-    name = framework.partition(" ")[0]
-    if name not in _in_use:
-        _in_use.add(name)
-        say(f"ep_dispatcher {ep.__version__} carries the tokens of {framework}{more}. First buffer: {buffer}")
-
-
-def versioned(package: str) -> str:
-    """Return the name of a package, and its version if it is installed by pip."""
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:  # run from its sources
-        return package
+_num_calls: Counter[str] = Counter()  # calls of all_reduce by group name; the same on all ranks of the group
+_gloo_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  # by the group of the same ranks
 
 
 # Outside of compiled graphs: a host waits here with a limit, and looks for late ranks. No operator could do more for a
@@ -78,16 +44,16 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
     """
     group = registered_group(group)
     name = group.group_name
-    _agreements[name] += 1
+    _num_calls[name] += 1
     started, limit_s, hosts = time.monotonic(), envs.timeout_s(), None
     try:
-        hosts = _hosts(group, limit_s)
+        hosts = _gloo_group(group, limit_s)
         dist.all_reduce(tensor, op, group=hosts, async_op=True).wait(wait_limit(limit_s))
     except (RuntimeError, OSError) as cause:  # raised as it is, unless it means a late peer (gloo.py)
         waited_s, rank = time.monotonic() - started, group.rank()
-        if waited_s < limit_s and not isinstance(cause, STORE_GONE) and not (hosts and _has_lost_a_neighbour(hosts)):
+        if waited_s < limit_s and not isinstance(cause, STORE_GONE) and not (hosts and _has_lost_neighbor(hosts)):
             raise
-        prefix = f"ep_dispatcher/agree/{name}/{_agreements[name]}"
+        prefix = f"ep_dispatcher/agree/{name}/{_num_calls[name]}"
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         late = find_late_ranks(store, rank, [r for r in range(group.size()) if r != rank]).late_ranks
         error = ep.PeerTimeoutError("dispatch", 0, about, rank, late, waited_s)
@@ -95,7 +61,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
         raise error from cause
 
 
-def most_of(number: int, group: ProcessGroup, *, about: str, note: str = "") -> int:
+def max_over_group(number: int, group: ProcessGroup, *, about: str, note: str = "") -> int:
     """Return the largest number of any rank, before all ranks make a buffer, or all make none. Collective."""
     most = torch.tensor(number, dtype=torch.int64, device="cpu")
     try:
@@ -111,7 +77,7 @@ def job_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 
-def largest_in_job(*values: int) -> list[int]:
+def max_over_job(*values: int) -> list[int]:
     """Return the largest of each value over all ranks of the job. Collective; on GPUs the host waits for them.
 
     Through the job's own group: one of the hosts, with a connection between every two ranks, would be slow in large
@@ -124,16 +90,19 @@ def largest_in_job(*values: int) -> list[int]:
     return largest.tolist()
 
 
-def check_same(everyone: Sequence[Mapping[str, int | None]]) -> None:
+def require_same(everyone: Sequence[Mapping[str, int | None]]) -> None:
     """Raise ValueError if ranks have brought different numbers to a Gather. None: not given."""
     for rank, one in enumerate(everyone):
         for name, first in everyone[0].items():
             if one[name] != first:
-                zero, other = ("none" if number is None else number for number in (first, one[name]))
-                raise ValueError(f"{name}: rank 0 gave {zero}, rank {rank} gave {other}; all ranks must give the same")
+                first_given = "none" if first is None else first
+                given = "none" if one[name] is None else one[name]
+                raise ValueError(
+                    f"{name}: rank 0 gave {first_given}, rank {rank} gave {given}; all ranks must give the same"
+                )
 
 
-def leave(buffer: ep.Buffer) -> None:
+def abandon(buffer: ep.Buffer) -> None:
     """Destroy a buffer before this rank raises an error of its own, so that peers that wait for it learn at once.
 
     They raise PeerTimeoutError, which says that this rank has left. Otherwise they would wait out their limit.
@@ -142,22 +111,22 @@ def leave(buffer: ep.Buffer) -> None:
         buffer.destroy()
 
 
-def _has_lost_a_neighbour(hosts: ProcessGroup) -> bool:
-    """Return whether the connection to a neighbour is closed: gloo reduces in a ring. Others it may not have made yet,
+def _has_lost_neighbor(hosts: ProcessGroup) -> bool:
+    """Return whether the connection to a neighbor is closed: gloo reduces in a ring. Others it may not have made yet,
     and would wait for."""
     rank, size = hosts.rank(), hosts.size()
-    return any(is_closed(hosts, neighbour) for neighbour in {(rank - 1) % size, (rank + 1) % size} - {rank})
+    return any(is_closed(hosts, neighbor) for neighbor in {(rank - 1) % size, (rank + 1) % size} - {rank})
 
 
-def _hosts(group: ProcessGroup, limit_s: float) -> ProcessGroup:
+def _gloo_group(group: ProcessGroup, limit_s: float) -> ProcessGroup:
     """Return the group, if it takes tensors on the CPU; else one of the same ranks that does, made at first use."""
     if _takes_cpu_tensors(group):
         return group
-    if group not in _of_hosts:
+    if group not in _gloo_groups:
         ranks = dist.get_process_group_ranks(group)
         make = partial(dist.new_group, ranks, wait_limit(limit_s), "gloo", use_local_synchronization=True)
-        _of_hosts[group] = in_thread(make, limit_s + STORE_S)  # it asks the store, which may hang
-    return _of_hosts[group]
+        _gloo_groups[group] = in_thread(make, limit_s + STORE_S)  # it asks the store, which may hang
+    return _gloo_groups[group]
 
 
 def _takes_cpu_tensors(group: ProcessGroup) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a program as Python would, after something of ours: the launchers of the integrations share it."""
+"""Runs a program as Python would, after a preparation. The launchers of the integrations share this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 
-def launch(launcher: str, usage: str, prepare: Callable[[], None]) -> None:
+def run_program(launcher: str, usage: str, prepare: Callable[[], None]) -> None:
     """Run the program in sys.argv, a file or ``-m module``, with the sys.argv, sys.path and __main__ of Python.
 
     launcher  the module that runs, for errors
@@ -26,8 +26,8 @@ def launch(launcher: str, usage: str, prepare: Callable[[], None]) -> None:
     if not is_module:
         if not os.path.isfile(program):
             sys.exit(f"{launcher}: program is {program!r}, but has to be {allowed}")
-        # As `python program.py` does: what lies beside the program comes first. `python -m` has the current folder
-        # there, as now; with `python -P` there is neither.
+        # Like `python program.py`, put the program's folder first. `python -m` has the current folder there, as it is
+        # now; `python -P` has neither.
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = os.path.dirname(os.path.abspath(program))
     prepare()
@@ -36,7 +36,7 @@ def launch(launcher: str, usage: str, prepare: Callable[[], None]) -> None:
     elif _exists(program):
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
-        sys.exit(f"{launcher}: -m is {program!r}, which is no module that Python finds; it has to be {allowed}")
+        sys.exit(f"{launcher}: -m is {program!r}, a module that Python does not find; it has to be {allowed}")
 
 
 def _exists(module: str) -> bool:

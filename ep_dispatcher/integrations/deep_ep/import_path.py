@@ -1,4 +1,4 @@
-"""Puts our ``deep_ep``, ``deep_ep_cpp`` and ``deep_ep_v25`` before installed ones, here and in child processes."""
+"""Puts our ``deep_ep``, ``deep_ep_cpp`` and ``deep_ep_v25`` first on the import path, here and in child processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def uninstall() -> None:
 
 
 def _set_paths(first: list[str]) -> None:
-    """Set sys.path and PYTHONPATH to these folders and what they have, but for ours."""
+    """Set sys.path and PYTHONPATH to these folders, followed by what they have now without our folder."""
     sys.path[:] = [*first, *(path for path in sys.path if path != FOLDER)]
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([*first, *(path for path in others if path not in ("", FOLDER))])
