@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ep_dispatcher.tools.benchmark import harness
 from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, Case, is_standard
-from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE
+from ep_dispatcher.tools.benchmark.measurements import BASELINES, ENGINE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
-from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device
+from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device
 
 DEVICE = "cuda"
 NAMES = ("result", "grad of rows", "of row_weights", "of w1", "of w2")
@@ -48,7 +48,7 @@ def main() -> None:
     for case in [CASES[number] for number in (range(len(CASES)) if args.cases is None else args.cases)]:
         print(case, flush=True)
         for name, (amount, sides) in operations(case).items():
-            times = in_turn({side: on_device(call) for side, call in sides.items()}, args.rounds)
+            times = median_times({side: on_device(call) for side, call in sides.items()}, args.rounds)
             shown = (f"{side} {us:.0f} ({amount[side] / us / 1e6:.3g})" for side, us in times.items())
             print(f"  {name:22}", "   ".join(shown), flush=True)
 

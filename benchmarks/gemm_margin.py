@@ -27,7 +27,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.dispatcher.gemm_sm_margin import set_pytorch, set_transformer_engine
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.tools.benchmark.cases import inputs_of
-from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, start_gpu_ranks, use_gpu
+from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.ranks import largest_of, most_rows
 
 TOKENS, HIDDEN, WIDE, INTERMEDIATE, EXPERTS, TOPK = 4096, 4096, 12288, 1536, 64, 8
@@ -74,7 +74,7 @@ def measure(rank: int, name: str, all_sms: list[int], shares: list[float], round
                 calls = (chain, with_margin(chain, sms), partial(after, chain, pushes), partial(beside, chain, pushes))
                 calls += (with_margin(calls[-1], sms),)
                 sides |= {(share, side): on_device(call, 1) for side, call in zip(SIDES, calls, strict=True)}
-            medians = in_turn(sides, rounds)
+            medians = median_times(sides, rounds)
             for share in shares:
                 times[share, sms] = {side: medians[share, side] for side in SIDES}
     return times

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels
-from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, on_host
+from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device, on_host
 
 DEVICE = "cuda"
 MULTIPLY_TILES = ("TRANSPOSED_TILE", "TILE", "SMALL_TILE")
@@ -152,7 +152,7 @@ def time_sides(sides: Sides, rounds: int) -> dict[str, float]:
             replays[name] = on_device(call)
         except Exception as error:  # a tile that does not fit
             print("   ", name, type(error).__name__, str(error).splitlines()[0][:90])
-    return in_turn(replays, rounds)
+    return median_times(replays, rounds)
 
 
 def host_times() -> dict[str, float]:

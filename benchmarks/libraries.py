@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- begin: python benchmarks/libraries.py -->"
 ENGINE, MORE_SMS = "this engine", "with 32 SMs"
 # Their order and colours are those of the chart.
-COLOURS = {
+COLORS = {
     ENGINE: "#1f77b4",
     MORE_SMS: "#9ecae1",
     "DeepEP": "#2ca02c",
@@ -44,7 +44,7 @@ CHOSEN = {
 
 def sides_of(result: dict) -> list[str]:
     found = {side for case in result["cases"] for times in case["us"].values() for side in times}
-    return [side for side in COLOURS if side in found]
+    return [side for side in COLORS if side in found]
 
 
 def table_of(result: dict) -> str:
@@ -95,7 +95,7 @@ def draw(result: dict, path: Path) -> None:
             for times in case["us"].values():
                 first = at
                 for side in (side for side in sides if side in times):
-                    bars = axes.barh(at, times[side], 0.9, color=COLOURS[side])
+                    bars = axes.barh(at, times[side], 0.9, color=COLORS[side])
                     axes.bar_label(bars, fmt="%.0f", size=7, padding=2)
                     at += 1
                 ticks.append((first + at - 1) / 2)
@@ -104,7 +104,7 @@ def draw(result: dict, path: Path) -> None:
             axes.invert_yaxis()
             axes.margins(x=0.12)
             axes.set_title(title_of(case), size=9)
-        handles = [panels[0].barh(0, 0, color=COLOURS[side]) for side in sides]
+        handles = [panels[0].barh(0, 0, color=COLORS[side]) for side in sides]
         figure.legend(handles, sides, loc="outside lower center", ncols=len(sides))
         figure.suptitle(f"{result['machine']}, {result['date']}: microseconds, median of the slowest rank")
 

@@ -35,7 +35,14 @@ import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
-from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, on_host, start_gpu_ranks, use_gpu
+from ep_dispatcher.tools.benchmark.harness import (
+    make_parser,
+    median_times,
+    on_device,
+    on_host,
+    start_gpu_ranks,
+    use_gpu,
+)
 from ep_dispatcher.tools.benchmark.ranks import most_rows
 from ep_dispatcher.tools.testing import make_routing
 
@@ -121,7 +128,7 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
             eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
             ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
             replays[key] = on_host(side) if eager else on_device(side, pool=pool)
-        medians = in_turn(replays, rounds)
+        medians = median_times(replays, rounds)
         buffer.check()
         replays.clear()
         sides.clear()

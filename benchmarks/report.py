@@ -19,14 +19,14 @@ import charts
 
 from ep_dispatcher.tools.benchmark.cases import OPERATIONS, Case, is_standard
 from ep_dispatcher.tools.benchmark.harness import table
-from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.measurements import BASELINES, ENGINE, GRAPH
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- begin: python benchmarks/report.py -->"
 END = "<!-- end -->"
 ALL_TO_ALL, FAST_SUM = BASELINES.values()
 MEGATRON, DEEP_EP = "Megatron alltoall", "DeepEP"
-COLOURS = {
+COLORS = {
     ENGINE: "#1f77b4",
     GRAPH: "#9ecae1",
     ALL_TO_ALL: "#d95f02",
@@ -127,7 +127,7 @@ def write(page: Path, runs: Path, folder: Path, check: bool) -> int:
     for group in groups:
         engine, torch = group.case.engine, group.machine["torch"]
         title = f"{group.title}: engine {engine}, PyTorch {torch}, {group.machine['date'][:10]}"
-        charts.draw(group.runs, title, COLOURS, group.unit, group.chart)
+        charts.draw(group.runs, title, COLORS, group.unit, group.chart)
     return 0
 
 
@@ -203,7 +203,7 @@ def _machine(group: Group) -> str:
 
 def _operations(run: dict, group: Group) -> str:
     case = Case(**run["case"])
-    shown = [side for side in COLOURS if side != ENGINE and any(side in f for f in run["operations"].values())]
+    shown = [side for side in COLORS if side != ENGINE and any(side in f for f in run["operations"].values())]
     nodes = case.ranks // (case.ranks_per_node or case.ranks)
     about = [f"{case.tokens} tokens per rank", f"hidden {case.hidden}", f"{case.experts} experts", f"top-{case.topk}"]
     about += [case.dtype, f"{case.routing} routing", f"{case.layout} layout"]

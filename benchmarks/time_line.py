@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OPERATIONS = ("dispatch", "dispatch FP8", "dispatch, quantize", "combine")
-# The warps of each role: PullWarps (movers) and StageWarps (helpers) of dispatch.cuh, and Pipeline::role.
+# The warps of each role: PullWarps and StageWarps of dispatch.cuh, and Pipeline::role.
 ROLES = {
-    "dispatch": {"movers": range(0, 8), "helpers": range(8, 20)},
+    "dispatch": {"pull warps": range(0, 8), "stage warps": range(8, 20)},
     "combine": {"preparing warp": range(2, 3), "issuing warps": range(0, 2), "summing warps": range(3, 15)},
 }
 ENDING = ("last block", "complete")  # steps of one block
@@ -124,9 +124,14 @@ def _spans_of_launch(stamps: Tensor, names: list[str], kind: str, mark: str) -> 
     serves_wire = stamps[..., [names.index(name) for name in OF_RAIL]].any((1, 2))
     relays = stamps[..., names.index(OF_RELAY)] > 0
     for block, of_block in enumerate(stamps.tolist()):
-        part = "block 0" if block == 0 else "other blocks" if kind == "dispatch" else "reducing blocks"
-        if kind == "combine" and block > 0 and pushes[block]:
+        if block == 0:
+            part = "block 0"
+        elif kind == "dispatch":
+            part = "other blocks"
+        elif kind == "combine" and pushes[block]:
             part = "pushing blocks"
+        else:
+            part = "reducing blocks"
         lanes = [(warp, f"{role}, {part}") for role, warps in ROLES[kind].items() for warp in warps]
         if serves_wire[block]:
             lanes = [(warp, "relays" if relays[block, warp] else "senders") for warp in range(len(of_block))]

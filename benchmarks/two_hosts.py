@@ -24,7 +24,7 @@ from ep_dispatcher.tools.benchmark import suite  # noqa: E402
 from ep_dispatcher.tools.benchmark.cases import STANDARD  # noqa: E402
 from ep_dispatcher.tools.benchmark.harness import make_parser  # noqa: E402
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json  # noqa: E402
-from ep_dispatcher.tools.benchmark.parts import measure_engine  # noqa: E402
+from ep_dispatcher.tools.benchmark.measurements import measure_engine  # noqa: E402
 
 OPERATION = "dispatch+combine"
 

@@ -15,9 +15,9 @@ from lib.commands import ROOT, torchrun
 from ep_dispatcher.integrations import deep_ep as stand_in
 from ep_dispatcher.integrations.deep_ep.config import topk_idx_t
 from ep_dispatcher.tools import bench
-from ep_dispatcher.tools.benchmark import parts, suite
+from ep_dispatcher.tools.benchmark import measurements, suite
 from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, PASSES, STANDARD, Case, suite_cases
-from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.measurements import BASELINES, ENGINE, GRAPH
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.tools.benchmark.wires import WIRES
 from ep_dispatcher.tools.testing import make_hot_routing, make_routing
@@ -316,10 +316,10 @@ class FakeClock:
 def time_three_sides(rank, takes_turns):
     clock = FakeClock(takes_turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "make_clock", lambda engine: clock)
-        part = parts.Part(CASE)
-    part.time({side: {"dispatch": lambda side=side: side} for side in ("first", "second", "third")})
-    return clock.calls, part.found
+        patch.setattr(measurements, "make_clock", lambda engine: clock)
+        measurement = measurements.Measurement(CASE)
+    measurement.time({side: {"dispatch": lambda side=side: side} for side in ("first", "second", "third")})
+    return clock.calls, measurement.found
 
 
 def test_sides_take_turns_on_a_host(pools):
@@ -342,10 +342,10 @@ def beside_deep_ep(rank: int, names: tuple[str, ...]) -> dict:
         patch.setitem(sys.modules, "deep_ep", module)
         patch.setenv("EP_DISPATCHER_ENGINE", "cpu")
         deep_ep = importlib.import_module(DEEP_EP)
-        part = parts.Part(case)
-        deep_ep.measure(part)
+        measurement = measurements.Measurement(case)
+        deep_ep.measure(measurement)
     del sys.modules[DEEP_EP]
-    return part.found
+    return measurement.found
 
 
 @pytest.mark.parametrize("version, names", [("ElasticBuffer", ("ElasticBuffer", "Buffer")), ("Buffer", ("Buffer",))])

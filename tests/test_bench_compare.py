@@ -9,7 +9,7 @@ import pytest
 from lib.commands import ROOT
 
 from ep_dispatcher.tools import bench
-from ep_dispatcher.tools.benchmark.parts import ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.measurements import ENGINE, GRAPH
 
 RESULTS = ROOT / "benchmarks" / "results"
 MAIN = "cuda-4ranks-4096tokens-7168hidden-256experts-top8-bfloat16-uniform-expert-24sms.json"

@@ -11,7 +11,7 @@ from lib.commands import ROOT
 
 from ep_dispatcher.tools.benchmark import suite
 from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, OPERATIONS, STANDARD, Case
-from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.measurements import BASELINES, ENGINE, GRAPH
 
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = {"gpus": ["NVIDIA H200"] * 4, "cpu": "a CPU", "cores": 2, "driver": "580.1", "cuda": "13.0", "nccl": "2.28.9"}
@@ -31,7 +31,7 @@ def made_up(case: Case, **found) -> dict:
     moved["engine"] = {"inside nodes": 3_000_000, "local": 2_000_000}
     found = {"received_rows": 400, "wire_bytes": {"dispatch": moved}, "notes": [], "compared": {}, "passes": {}} | found
     suite.merge(result, {"seconds": seconds, **found})
-    suite.summarise(result, case)
+    suite.summarize(result, case)
     return result
 
 
@@ -115,7 +115,7 @@ def test_our_results_are_of_the_schema():
         assert path.stem == case.name
         assert all(compared["same"] for compared in run["compared"].values())
         again = {"operations": {}, "seconds": run["seconds"], "received_rows": run["received_rows"]}
-        suite.summarise(again | {"passes": dict.fromkeys(set(run["seconds"]) - set(OPERATIONS), 0)}, case)
+        suite.summarize(again | {"passes": dict.fromkeys(set(run["seconds"]) - set(OPERATIONS), 0)}, case)
         for operation in set(OPERATIONS) & set(run["operations"]):
             assert run["operations"][operation] == again["operations"][operation], (path.name, operation)
 

@@ -116,7 +116,7 @@ def test_what_is_of_no_use_here_is_not_shown(monkeypatch):
     result = doctor.report(run=False)
     result["uses_here"] = [""]
     text = doctor.as_text(result)
-    found_here = text.split("a Buffer with default arguments takes")[0]
+    found_here = text.split("A Buffer with default arguments uses")[0]
     shown = [finding["what"] for finding in result["findings"] if f"  {finding['what']} " in found_here]
     assert shown == [finding["what"] for finding in result["findings"] if not finding["use"]]
     assert "PyTorch" in shown and "NVLink" not in shown and "--all" in text and len(text.splitlines()) <= 24
@@ -188,7 +188,7 @@ def test_what_is_used(monkeypatch):
     assert doctor.what_is_used()["engine"] == "cpu" and doctor.what_is_used()["a node is"].startswith("2 ranks")
     monkeypatch.setattr(engines, "choose", lambda engine: "cuda")
     for state, wire, between in (
-        ("optional", "auto", "PyTorch's NCCL; NVLink"),
+        ("optional", "auto", "PyTorch's NCCL, but NVLink"),
         ("optional", "nccl", "PyTorch's NCCL, by EP_DISPATCHER_WIRE"),
         ("optional", "peer", "NVLink, by"),
         ("optional", "nvshmem", "nothing"),

@@ -32,7 +32,7 @@ def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -
 
 
 def a_dispatch(later: float = 0) -> torch.Tensor:
-    """Two movers, a mover of block 0, and a helper; block 2 is the last one."""
+    """Two pull warps, a pull warp of block 0, and a stage warp; block 2 is the last one."""
     first = {"dispatch": 0.0 + later, "memory free": 1 + later, "announced": 3 + later, "agreed": 5 + later}
     mover = {"dispatch": 0.5 + later, "agreed": 6 + later, "rows stored": 16 + later}
     slow = {"dispatch": 1.5 + later, "agreed": 7 + later, "rows stored": 21 + later}
@@ -56,9 +56,9 @@ def test_a_step_lasts_from_the_stamp_before_it_to_its_own():
     run = script.run_of(a_dispatch(), STEPS)
     steps = steps_by_name(run)
     assert run["us"] == 25
-    assert steps["dispatch: movers, block 0", "announced"][2:] == (1, 3, 3, 2)
-    assert steps["dispatch: movers, other blocks", "agreed"][2:] == (1, 6.5, 7, 5.5)  # medians of two, and the last
-    assert steps["dispatch: helpers, other blocks", "staged"][2:] == (1.5, 4, 4, 2.5)
+    assert steps["dispatch: pull warps, block 0", "announced"][2:] == (1, 3, 3, 2)
+    assert steps["dispatch: pull warps, other blocks", "agreed"][2:] == (1, 6.5, 7, 5.5)  # medians of two, and the last
+    assert steps["dispatch: stage warps, other blocks", "staged"][2:] == (1.5, 4, 4, 2.5)
     assert steps["dispatch: last block", "complete"][2:] == (23, 25, 25, 2)
     steps = steps_by_name(script.run_of(a_combine(), STEPS))
     assert steps["combine: summing warps, pushing blocks", "sums stored"].us == 6
@@ -95,7 +95,7 @@ def test_the_rank_with_the_longest_median_run_is_shown(tmp_path, capsys):
     path = tmp_path / "dispatch.json"
     path.write_text(json.dumps(made_up))
     script.main(["--draw", str(path)])
-    assert "| dispatch: movers, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in capsys.readouterr().out
+    assert "| dispatch: pull warps, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in capsys.readouterr().out
     assert path.with_suffix(".svg").read_bytes().count(b"<g id=") > 20
 
 

@@ -1,4 +1,4 @@
-"""Times dispatch and combine beside the all-to-all that a user writes otherwise, in the same run and routing.
+"""Times dispatch and combine, and the all-to-all that a user would write instead, in one run on the same routing.
 
     python -m ep_dispatcher.bench                      # starts 4 ranks here: one node, then 2 virtual nodes
     torchrun ... -m ep_dispatcher.bench                # uses the ranks that torchrun started, on all hosts
@@ -26,7 +26,7 @@ from ep_dispatcher.tools.benchmark import compare, harness, suite
 from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS, HOT, STANDARD, Case, suite_cases
 from ep_dispatcher.tools.benchmark.harness import number, numbers
 from ep_dispatcher.tools.benchmark.machine import describe_machine
-from ep_dispatcher.tools.benchmark.parts import parts_of
+from ep_dispatcher.tools.benchmark.measurements import measurements_of
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,8 +38,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = harness.make_parser(__doc__, iters=Case.iters, threads=Case.threads)
     parser.prog = "python -m ep_dispatcher.bench"
     add, positive, several = parser.add_argument, number(int, 1), numbers(int, 1)
-    add("--ranks", type=positive, help="processes to start; None: 4, with cuda one per GPU; under torchrun its own")
-    add("--ranks-per-node", type=positive, nargs="+", help="topologies to measure; None: one node, with cpu also two")
+    add("--ranks", type=positive, help="processes to start; None: 4, with cuda one per GPU, under torchrun its ranks")
+    add(
+        "--ranks-per-node",
+        type=positive,
+        nargs="+",
+        help="node sizes to measure; None: one node, with cpu also two nodes",
+    )
     add("--tokens", type=several, help="tokens per rank, or a list: 256,1024,4096")
     add("--hidden", type=positive, help="elements of a token's row; None: 1024, with cuda 7168")
     add("--experts", type=positive, help="experts of all ranks together; None: 64, with cuda 256")
@@ -50,19 +55,39 @@ def make_parser() -> argparse.ArgumentParser:
     add("--warmup", type=number(int, 0), default=Case.warmup, help="runs before the timed ones")
     add("--engine", choices=tuple(STANDARD), default="cpu", help="cuda: a rank per GPU")
     add("--sms", type=several, help="cuda: multiprocessors that the engine may use, or a list: 8,12,16,24,32")
-    add("--graph", action="store_true", help="cuda: each of the engine's operations in a CUDA graph too")
-    add("--suite", type=Path, metavar="FOLDER", help="cuda: measure the cases of the generated tables, into FOLDER")
-    add("--with", dest="modules", nargs="+", metavar="MODULE", default=[], help="modules with more to measure beside")
-    add("--no-baseline", dest="baseline", action="store_false", help="without the all-to-all")
-    add("--build", help="what was built, for the JSON, where git cannot say")
+    add("--graph", action="store_true", help="cuda: also time each operation of the engine in a CUDA graph")
+    add(
+        "--suite",
+        type=Path,
+        metavar="FOLDER",
+        help="cuda: measure the cases of the tables in docs/performance.md, and write to FOLDER",
+    )
+    add(
+        "--with",
+        dest="modules",
+        nargs="+",
+        metavar="MODULE",
+        default=[],
+        help="modules that measure more, such as other dispatchers",
+    )
+    add("--no-baseline", dest="baseline", action="store_false", help="leave out the all-to-all")
+    add("--build", help="name of the build for the JSON, if git does not know it")
     add("--out", type=Path, default=Path("runs/bench"), help="folder of the JSON files")
-    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="only compare B with A: JSON files, or folders")
-    add("--tolerance", type=number(float, 0), default=0.05, help="of --compare: 0.05 lets an operation take 5%% longer")
+    add(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="measure nothing, and compare B with A: JSON files, or folders",
+    )
+    add(
+        "--tolerance", type=number(float, 0), default=0.05, help="for --compare: 0.05 lets an operation take 5%% longer"
+    )
     return parser
 
 
 def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Namespace:
-    """The arguments, and ``cases``. ``world_size``: how many ranks torchrun started, None without it."""
+    """Return the arguments, with ``cases``. ``world_size``: how many ranks torchrun started; None without torchrun."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -95,7 +120,7 @@ def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
     if args.suite is not None:
         for name in (*ONE_VALUE, *SEVERAL, "baseline"):
             if getattr(args, name) != parser.get_default(name):
-                refuse(name, "beside --suite", "without it: the suite has its own")
+                refuse(name, "given with --suite", "left out, because the suite has its own")
 
 
 def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
@@ -107,7 +132,7 @@ def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
     args.tokens, args.sms = args.tokens or [standard.tokens], args.sms or [standard.sms]
     args.out = args.suite or args.out
     args.per_host = per_host = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
-    if args.ranks_per_node is None:  # as torchrun started them; of one node with the CPU engine also virtual nodes
+    if args.ranks_per_node is None:  # as torchrun has started them; with the CPU engine on one node also virtual nodes
         halves = args.engine == "cpu" and per_host == args.ranks and args.ranks % 2 == 0
         args.ranks_per_node = [per_host, per_host // 2] if halves else [per_host]
 
@@ -118,12 +143,12 @@ def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
     if args.engine == "cuda" and args.per_host > torch.cuda.device_count():
         refuse("ranks", f"{args.per_host} on a host", f"at most its {torch.cuda.device_count()} GPUs")
     if args.experts % args.ranks:
-        refuse("experts", args.experts, f"multiples of the {args.ranks} ranks")
+        refuse("experts", args.experts, f"a multiple of the number of ranks ({args.ranks})")
     if args.topk > args.experts:
-        refuse("topk", args.topk, f"at most the {args.experts} experts")
+        refuse("topk", args.topk, f"at most the number of experts ({args.experts})")
     for n in args.ranks_per_node:
         if args.ranks % n:
-            refuse("ranks_per_node", n, f"divisors of the {args.ranks} ranks")
+            refuse("ranks_per_node", n, f"a divisor of the number of ranks ({args.ranks})")
     if args.out.exists() and not args.out.is_dir():
         refuse("out", args.out, "a folder")
 
@@ -149,14 +174,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.compare:
         before, after = args.compare
         return compare.run(before, after, args.tolerance)
-    machine = describe_machine(args.build)  # before the run: its load is not the benchmark's own
+    machine = describe_machine(args.build)  # before the run, so that its load is not the benchmark's own
     if not under_torchrun:
         return suite.run(args.cases, machine, args.out)
     ranks = TorchrunRanks(args.threads, suite.BACKENDS[args.engine])
     if dist.get_rank() == 0:
         return suite.run(args.cases, machine, args.out, lambda case: ranks)
     for case in args.cases:
-        for part, *arguments in parts_of(case):
-            ranks.run(part, *arguments)
+        for measurement, *arguments in measurements_of(case):
+            ranks.run(measurement, *arguments)
     ranks.close()
     return 0

@@ -1,10 +1,10 @@
-"""Says what was found on this machine, what a Buffer will use, and how to get what is missing.
+"""Prints what was found on this machine, what a Buffer will use, and how to get what is missing.
 
     python -m ep_dispatcher.doctor [--all] [--json] [--no-run]   exit code 0: a Buffer can be made here; 1: it cannot
 
 It also runs as a file (`python ep_dispatcher/tools/doctor.py`, as `make doctor` does), so that it works even if the
-package cannot be imported: then ep_dispatcher/_built.py starts it so. Therefore only probes import what is outside the
-standard library, and their errors become findings.
+package cannot be imported; ep_dispatcher/_built.py starts it in this way. Therefore only probes import modules from
+outside the standard library, and their errors become findings.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 OWN = Path(__file__).resolve().parents[1]  # where the doctor's own files are
-PACKAGE = OWN  # the package to look into
+PACKAGE = OWN  # the package to examine; tests examine others
 TORCH_MINIMUM = (2, 9)
 DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED of cuda.h
 TRANSPORTS = ("ibrc", "ucx", "libfabric", "ibdevx")  # of NVSHMEM between hosts
@@ -40,11 +40,11 @@ NO_GPUS, NOT_INSTALLED = "none", "not installed"
 @dataclass(frozen=True)
 class Finding:
     what: str
-    state: str  # ok; optional: missing, but only some uses need it; error: missing, so no Buffer can be made here
+    state: str  # ok, or missing: optional if only some uses need it, error if no Buffer can be made without it
     found: str
-    matters: str = ""  # if not ok: the uses that need it
+    matters: str = ""  # if not ok: what does not work without it
     fix: str = ""  # if not ok: a command, or advice
-    use: str = ""  # the only use that needs it (USES), "" for all
+    use: str = ""  # the only use that needs it, such as BUILDING; "" for all uses
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Probe:
 class Unusable(Exception):
     """Raised by a probe if something is missing or does not work. Its text becomes ``Finding.found``.
 
-    ``fix`` is what to do about it, where that depends on what was found; else it is the probe's.
+    ``fix`` says what to do about it, if that depends on what was found. Otherwise the probe's ``fix`` is printed.
     """
 
     def __init__(self, found: str, fix: str = ""):
@@ -79,15 +79,15 @@ class Unusable(Exception):
 
 
 def _run(*command: str, timeout_s: float = 20.0) -> str:
-    """Return the standard output. Raise Unusable, with the message of the command, if it fails, is missing or hangs."""
+    """Return the standard output of a command. Raise Unusable, with its message, if it fails, is missing or hangs."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unusable(str(error)) from error
     if result.returncode != 0:
-        said = (result.stderr.strip() or result.stdout.strip()).splitlines()
-        died = f"killed by signal {-result.returncode}" if result.returncode < 0 else f"exit code {result.returncode}"
-        raise Unusable(f"{Path(command[0]).name}: {said[-1] if said else died}")
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        status = f"killed by signal {-result.returncode}" if result.returncode < 0 else f"exit code {result.returncode}"
+        raise Unusable(f"{Path(command[0]).name}: {lines[-1] if lines else status}")
     return result.stdout
 
 
@@ -142,8 +142,8 @@ finally:
 
 def find_package() -> str:
     hidden = _load("_built").hidden_folders(PACKAGE)
-    instead = f" (it hides {', '.join(map(str, hidden))})" if hidden else ""
-    return f"{_load('_version').__version__} in {PACKAGE}{instead}, with {sys.executable}"
+    hides = f" (it hides {', '.join(map(str, hidden))})" if hidden else ""
+    return f"{_load('_version').__version__} in {PACKAGE}{hides}, with {sys.executable}"
 
 
 def find_module(engine: str) -> str:
@@ -186,7 +186,7 @@ def find_gloo() -> str:
 
 
 def find_shared_memory() -> str:
-    """Do as two ranks of one node: one makes a memfd and passes it through a Unix socket, the other one reads it."""
+    """Do what two ranks of a node do: one makes a memfd and passes it through a Unix socket, the other one reads it."""
     fd = os.memfd_create("ep_dispatcher_doctor")
     try:
         os.write(fd, b"seen")
@@ -202,8 +202,8 @@ def find_shared_memory() -> str:
     finally:
         os.close(fd)
     if seen != "seen":
-        raise Unusable(f"a peer process was passed a memfd, and read {seen!r}")
-    return "memfd works, and a peer process gets it through a Unix socket"
+        raise Unusable(f"a peer process received a memfd, but read {seen!r} from it")
+    return "memfd works, and a peer process receives it through a Unix socket"
 
 
 READ_MEMORY = """
@@ -315,13 +315,13 @@ def find_nvlink() -> str:
 
     count = torch.cuda.device_count()
     if count < 2:
-        raise Unusable(f"{count} GPUs, so none")
+        raise Unusable(f"{count} GPUs, and NVLink joins two or more")
     try:
         pairs, source = nvlink_pairs(_run("nvidia-smi", "topo", "-m")), "nvidia-smi topo"
     except Unusable:
         pairs, source = {}, ""
     if not pairs:  # peer access may also go over PCIe
-        source = "unknown to nvidia-smi; from peer access"
+        source = "from peer access, because nvidia-smi does not tell"
         pairs = {(a, b): torch.cuda.can_device_access_peer(a, b) for a, b in combinations(range(count), 2)}
     apart = [f"{a}-{b}" for (a, b), joined in pairs.items() if not joined]
     if apart:
@@ -362,8 +362,8 @@ def find_transport() -> str:
     """Find NVSHMEM's transport between hosts, from its own switches, and check that its requirements are met."""
     name = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower()
     if name and name not in TRANSPORTS:
-        said = "nothing leaves a host" if name == "none" else "no such transport"
-        raise Unusable(f"NVSHMEM_REMOTE_TRANSPORT={name}: {said}; there are {', '.join(TRANSPORTS)}")
+        problem = "nothing can leave a host" if name == "none" else "there is no such transport"
+        raise Unusable(f"NVSHMEM_REMOTE_TRANSPORT={name}: {problem}; the transports are {', '.join(TRANSPORTS)}")
     needed = {"NVSHMEM": find_nvshmem, "RDMA network cards": find_rdma}
     if name == "libfabric":  # it has other cards too
         del needed["RDMA network cards"]
@@ -373,14 +373,14 @@ def find_transport() -> str:
             look()
         except Unusable as error:
             lacking.append(f"{what} ({error})")
-    taken = name or "ibrc, the default"
+    transport = name or "ibrc, the default"
     if lacking:
-        raise Unusable(f"{taken}, lacks {' and '.join(lacking)}")
+        raise Unusable(f"{transport}, which lacks {' and '.join(lacking)}")
     problem = _load("nvshmem_library").ibgda_problem(ROOT)
     switch = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower()
     if problem and switch in ("", "0", "n", "no", "f", "false", "off"):
-        return f"{taken}; IBGDA is off: {problem}"
-    return f"{taken}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch or '1, which a buffer sets'})"
+        return f"{transport}; IBGDA is off: {problem}"
+    return f"{transport}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch or '1, which a buffer sets'})"
 
 
 def find_gpudirect() -> str:
@@ -397,7 +397,7 @@ def find_gpudirect() -> str:
     for ordinal in range(count.value):  # a CUdevice is its ordinal
         if cuda.cuDeviceGetAttribute(ctypes.byref(shares), DMA_BUF_SUPPORTED, ordinal) or shares.value != 1:
             raise Unusable("neither nvidia_peermem nor dma-buf")
-    return "the GPUs share memory by dma-buf; whether the network cards take it cannot be told here"
+    return "the GPUs share memory by dma-buf; whether the network cards accept it cannot be told here"
 
 
 def find_transformer_engine() -> str:
@@ -407,7 +407,7 @@ def find_transformer_engine() -> str:
     return found
 
 
-# Uses that not every machine has: findings about others are printed only on demand.
+# Uses that not every machine has. Findings for uses that a machine does not have are printed only with --all.
 BUILDING, GPUS, NVSHMEM = "building from source", "GPUs", "NVSHMEM"
 MEGATRON, MEGATRON_GPUS = "Megatron-core", "Megatron-core on GPUs"
 
@@ -417,14 +417,14 @@ ONLY_CUDA = 'only for engine="cuda"'
 ONLY_HOSTS = 'only for engine="cuda" on several hosts with NVSHMEM'
 ONLY_MEGATRON = "only for models of Megatron-core"
 BUILD_CUDA = "EP_DISPATCHER_CUDA=1 make setup, or EP_DISPATCHER_CUDA=1 pip install -e . in the sources"
-SUSPENDABLE = f"{ONLY_CUDA}, suspendable"
+SUSPENDABLE = f"{ONLY_CUDA} and suspendable=True"
 GPUS_FIX = "a GPU of compute capability 9.0 or newer, and a PyTorch for CUDA"
 BINDINGS_FIX = "pip install 'cuda-bindings==13.*' (12.* for CUDA 12)"
 NVSHMEM_FIX = "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME; then build again with "
 NVSHMEM_FIX += "EP_DISPATCHER_NVSHMEM=1 pip install --no-build-isolation -e ."
 MEMORY_FIX = "run all ranks of a host as one user in one container, on Linux, with /proc mounted"
 CARDS_FIX = "InfiniBand or RoCE cards with a link; in a container also their devices (--device /dev/infiniband)"
-TRANSPORT_FIX = "as NVSHMEM and RDMA network cards say; unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these"
+TRANSPORT_FIX = "see NVSHMEM and RDMA network cards; unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these"
 GPUDIRECT_FIX = "modprobe nvidia_peermem on the host, or the open kernel modules of the driver, which have dma-buf"
 TE_FIX = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.14' (with CUDA)"
 TE_GRAPHS_FIX = (
@@ -438,27 +438,27 @@ PROBES = [
     Probe("compiled module nvshmem", partial(find_module, "nvshmem"), OPTIONAL, ONLY_HOSTS, NVSHMEM_FIX, NVSHMEM),
     Probe("Python", lambda: sys.version.split()[0], ERROR, EVERYTHING, "install Python 3.10 or newer"),
     Probe("PyTorch", find_torch, ERROR, EVERYTHING, "pip install 'torch>=2.9'"),
-    Probe("gloo", find_gloo, ERROR, "ranks find each other by it", "pip install 'torch>=2.9' (its wheels have gloo)"),
-    Probe("shared memory", find_shared_memory, ERROR, "ranks of one node exchange rows by it", MEMORY_FIX),
-    Probe("memory", find_memory, OPTIONAL, "shared memory counts against it", "mount /proc"),
+    Probe("gloo", find_gloo, ERROR, "ranks find each other with it", "pip install 'torch>=2.9' (its wheels have gloo)"),
+    Probe("shared memory", find_shared_memory, ERROR, "ranks of one node exchange rows in it", MEMORY_FIX),
+    Probe("memory", find_memory, OPTIONAL, "shared memory takes part of it", "mount /proc"),
     Probe("cores", find_cores, OPTIONAL, "speed: each rank starts as many threads as there are cores", THREADS_FIX),
-    Probe("switches", find_switches, ERROR, "what is left at its default", "set or unset them"),
+    Probe("switches", find_switches, ERROR, "a Buffer cannot be made with a wrong value", "set or unset them"),
     Probe("unknown switches", find_unknown_switches, OPTIONAL, "they have no effect", "unset them, or correct them"),
     Probe("C++ compiler", find_compiler, OPTIONAL, "only for building from source", "apt-get install g++", BUILDING),
     Probe("nvcc", find_nvcc, OPTIONAL, "only for building the cuda module", "install the CUDA toolkit", BUILDING),
     Probe("GPUs", find_gpus, OPTIONAL, ONLY_CUDA, GPUS_FIX, GPUS),
     Probe("cuda-bindings", partial(installed, "cuda-bindings"), OPTIONAL, SUSPENDABLE, BINDINGS_FIX, GPUS),
     Probe("NVLink", find_nvlink, OPTIONAL, f"{ONLY_CUDA} with several ranks", "GPUs joined by NVLink", GPUS),
-    Probe("NVSHMEM", find_nvshmem, OPTIONAL, f"{ONLY_HOSTS}: to build and to run its module", NVSHMEM_FIX, NVSHMEM),
+    Probe("NVSHMEM", find_nvshmem, OPTIONAL, f"{ONLY_HOSTS}, to build and to run its module", NVSHMEM_FIX, NVSHMEM),
     Probe("RDMA network cards", find_rdma, OPTIONAL, ONLY_HOSTS, CARDS_FIX, NVSHMEM),
-    Probe("NVSHMEM transport", find_transport, OPTIONAL, f"{ONLY_HOSTS}: not on one", TRANSPORT_FIX, NVSHMEM),
-    Probe("GPUDirect RDMA", find_gpudirect, OPTIONAL, f"{ONLY_HOSTS}: for the cards", GPUDIRECT_FIX, NVSHMEM),
+    Probe("NVSHMEM transport", find_transport, OPTIONAL, ONLY_HOSTS, TRANSPORT_FIX, NVSHMEM),
+    Probe("GPUDirect RDMA", find_gpudirect, OPTIONAL, f"{ONLY_HOSTS}, for the network cards", GPUDIRECT_FIX, NVSHMEM),
     Probe("megatron-core", find_megatron, OPTIONAL, ONLY_MEGATRON, "pip install 'ep_dispatcher[megatron]'", MEGATRON),
     Probe(
         "Transformer Engine",
         find_transformer_engine,
         OPTIONAL,
-        f"{ONLY_MEGATRON}, and its layers",
+        f"{ONLY_MEGATRON} with layers of Transformer Engine",
         TE_FIX,
         MEGATRON_GPUS,
     ),
@@ -466,7 +466,7 @@ PROBES = [
         "apex",
         partial(installed, "apex"),
         OPTIONAL,
-        f"{ONLY_MEGATRON}, fused layers",
+        f"{ONLY_MEGATRON}, for fused layers",
         "build it from source",
         MEGATRON_GPUS,
     ),
@@ -494,7 +494,7 @@ def what_is_used() -> dict[str, str]:
         return used | {"inside a node": "shared memory (memfd)", "between nodes": "torch.distributed (gloo)"}
     nvshmem = next(probe for probe in PROBES if probe.what == "compiled module nvshmem").run()
     wires = {
-        "auto": "PyTorch's NCCL; NVLink between virtual nodes of one host",  # engines/cuda/regions.py chooses it
+        "auto": "PyTorch's NCCL, but NVLink between virtual nodes of one host",  # engines/cuda/regions.py chooses it
         "peer": "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host",
         "nccl": "PyTorch's NCCL, by EP_DISPATCHER_WIRE=nccl",
     }
@@ -515,7 +515,7 @@ def self_test() -> None:
     x = torch.arange(5 * 64, dtype=torch.float32, device="cpu").reshape(5, 64)
     topk_idx = torch.tensor([[0, 1], [3, -1], [2, 0], [-1, -1], [1, 3]], dtype=torch.int64, device="cpu")
     sizes: dict[str, Any] = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=5)
-    # EP_DISPATCHER_RANKS_PER_NODE is for jobs of more ranks.
+    # ranks_per_node=1, because EP_DISPATCHER_RANKS_PER_NODE is meant for jobs of more ranks.
     buffer = ep.Buffer(dist.group.WORLD, **sizes, dtype=torch.float32, ranks_per_node=1, timeout_s=20.0)
     device = torch.device(buffer.engine)  # both engines have the name of their tensors' device
     topk_weights = torch.ones(5, 2, dtype=torch.float32, device=device)
@@ -536,21 +536,21 @@ def run_self_test() -> str:
     """Run ``self_test`` in a process of its own, which may crash or hang."""
     code = f"import sys; sys.path.insert(0, sys.argv[1]); {CALL_SELF_TEST}"
     _run(sys.executable, "-c", code, str(PACKAGE.parent), timeout_s=120)
-    return "a Buffer on one rank, dispatch and combine: right"
+    return "dispatch and combine on one rank give the right results"
 
 
-SELF_TEST = Probe("self-test", run_self_test, ERROR, EVERYTHING, f"see all of it: python -c '{CALL_SELF_TEST}'")
+SELF_TEST = Probe("self-test", run_self_test, ERROR, EVERYTHING, f"see the whole output: python -c '{CALL_SELF_TEST}'")
 
 
 def uses_here(findings: list[Finding]) -> set[str]:
-    """Return the uses that this machine is made for, or that this process asks for; "" for what all need."""
-    of = {finding.what: finding for finding in findings}
+    """Return the uses that this machine seems to have, or that this process asks for; "" stands for all uses."""
+    by_name = {finding.what: finding for finding in findings}
     uses = {""}
-    if of["GPUs"].found != NO_GPUS:
+    if by_name["GPUs"].found != NO_GPUS:
         uses.add(GPUS)
-    if of["megatron-core"].found != NOT_INSTALLED:
+    if by_name["megatron-core"].found != NOT_INSTALLED:
         uses |= {MEGATRON, MEGATRON_GPUS} if GPUS in uses else {MEGATRON}
-    if of["compiled module nvshmem"].state == OK or os.environ.get("EP_DISPATCHER_WIRE", "").startswith("nvshmem"):
+    if by_name["compiled module nvshmem"].state == OK or os.environ.get("EP_DISPATCHER_WIRE", "").startswith("nvshmem"):
         uses.add(NVSHMEM)
     if any(finding.what.startswith("compiled") and finding.state != OK and finding.use in uses for finding in findings):
         uses.add(BUILDING)
@@ -558,7 +558,7 @@ def uses_here(findings: list[Finding]) -> set[str]:
 
 
 def report(run: bool = True) -> dict:
-    """Find out everything. Never raises. Returns {"ok": bool, "findings": [Finding as a dict], "used": {use: what
+    """Run all probes. Never raises. Return {"ok": bool, "findings": [Finding as a dict], "used": {use: what
     serves it}, "uses_here": [the uses of findings that matter on this machine]}."""
     findings = [probe.run() for probe in PROBES]
     used = what_is_used()
@@ -571,28 +571,31 @@ def report(run: bool = True) -> dict:
 
 
 def as_text(result: dict, everything: bool = False) -> str:
-    """Return the lines to print: without ``everything`` only of what matters on this machine."""
+    """Return the lines to print. Without ``everything`` these are only about uses that this machine seems to have."""
     shown = [finding for finding in result["findings"] if everything or finding["use"] in result["uses_here"]]
-    lines = ["found"]
+    lines = ["Found:"]
     for finding in shown:
         mark = {OK: "ok", OPTIONAL: "--", ERROR: "!!"}[finding["state"]]
         lines.append(f"  {mark}  {finding['what']:<23} {finding['found']}")
-        lines += [f"{'':31}{label}: {finding[label]}" for label in ("matters", "fix") if finding[label]]
-    lines += ["", "a Buffer with default arguments takes"]
-    for what, by_what in result["used"].items():
-        lines.append(f"  {'!!' if by_what.startswith('none') else '  '}  {what:<23} {by_what}")
-    verdict = "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines marked !!"
+        if finding["matters"]:
+            lines.append(f"{'':31}impact: {finding['matters']}")
+        if finding["fix"]:
+            lines.append(f"{'':31}fix: {finding['fix']}")
+    lines += ["", "A Buffer with default arguments uses:"]
+    for purpose, used in result["used"].items():
+        lines.append(f"  {'!!' if used.startswith('none') else '  '}  {purpose:<23} {used}")
+    verdict = "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines with !!"
     lines += ["", verdict]
     left_out = dict.fromkeys(finding["use"] for finding in result["findings"] if finding not in shown)
     if left_out:
-        lines.append(f"Not shown, as they seem of no use here: {', '.join(left_out)}. --all shows them.")
+        lines.append(f"Not shown, because they seem to be of no use here: {', '.join(left_out)}. --all shows them.")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ep_dispatcher.doctor", description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="also what seems of no use on this machine")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--all", action="store_true", help="also print what seems to be of no use on this machine")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
     parser.add_argument("--no-run", action="store_true", help="do not try a Buffer on one rank")
     args = parser.parse_args(arguments)
     result = report(run=not args.no_run)

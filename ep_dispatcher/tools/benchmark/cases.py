@@ -49,7 +49,9 @@ class Case:
     iters: int = 20
     warmup: int = 3
     operations: tuple[str, ...] = OPERATIONS
-    others: tuple[str, ...] = ("all_to_all",)  # "all_to_all", "fast_sum", or names of modules (parts.measure_module)
+    others: tuple[str, ...] = (
+        "all_to_all",
+    )  # "all_to_all", "fast_sum", or names of modules (measurements.measure_module)
 
     @property
     def name(self) -> str:

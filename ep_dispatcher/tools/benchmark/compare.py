@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ep_dispatcher.tools.benchmark.cases import Case
-from ep_dispatcher.tools.benchmark.parts import ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.measurements import ENGINE, GRAPH
 
 NO_SIZES = ("iters", "warmup", "graph", "operations", "others")  # fields of a Case that A and B need not share
 

@@ -15,18 +15,18 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.benchmark.cases import Case
-from ep_dispatcher.tools.benchmark.parts import Calls, Part
+from ep_dispatcher.tools.benchmark.measurements import Calls, Measurement
 
 SIDE = "DeepEP"
 
 
-def measure(part: Part) -> None:
-    x, topk_idx, topk_weights = part.inputs
+def measure(measurement: Measurement) -> None:
+    x, topk_idx, topk_weights = measurement.inputs
     make = Elastic if hasattr(deep_ep, "ElasticBuffer") else Legacy
-    side = make(part.group, part.case, topk_idx, topk_weights)
+    side = make(measurement.group, measurement.case, topk_idx, topk_weights)
     try:
-        part.found["deep_ep"] = side.version
-        part.time({SIDE: operations_of(side, part.case, x)})
+        measurement.found["deep_ep"] = side.version
+        measurement.time({SIDE: operations_of(side, measurement.case, x)})
     finally:
         side.buffer.destroy()
 

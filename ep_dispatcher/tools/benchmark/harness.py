@@ -1,4 +1,4 @@
-"""What all benchmarks share: arguments, the clock of graphs that take turns, ranks that share GPUs, JSON, and charts.
+"""What all benchmarks share: arguments, ranks that share GPUs, times of CUDA graphs, tables and charts.
 
 ``benchmarks/compare_builds.py`` loads this file by its path beside the package of an older build. So at the top it
 imports nothing of the package.
@@ -62,7 +62,7 @@ def number(kind: Callable, lowest: float) -> Callable[[str], Any]:
         except ValueError:
             value = float("nan")
         if not lowest <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {kind.__name__} from {lowest:g} on")
+            raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {kind.__name__} and at least {lowest:g}")
         return value
 
     return parse
@@ -94,7 +94,7 @@ def start_gpu_ranks(num_ranks: int, timeout_s: float = 300.0, built_with: str | 
         if not getattr(_C_cuda, f"has_{built_with.lower()}"):
             problem = "it was built without this"
     if problem is not None:
-        print(f"no engine was given that can run, because {problem}; it has to be {engine}", file=sys.stderr)
+        print(f"{engine} cannot run here: {problem}", file=sys.stderr)
         raise SystemExit(2)
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     return RankPool(num_ranks, timeout_s=timeout_s)
@@ -110,9 +110,9 @@ def use_gpu(rank: int) -> torch.device:
 
 
 def on_host(run: Callable[[], object], times: int = IN_A_ROW) -> Callable[[], float]:
-    """Return a function that runs it so many times, and returns the microseconds of one run on an idle device.
+    """Return a function that calls ``run`` several times, and returns the microseconds of one run on an idle device.
 
-    Before, it runs once.
+    ``run`` is called once before.
     """
     run()
 
@@ -132,9 +132,9 @@ def on_host(run: Callable[[], object], times: int = IN_A_ROW) -> Callable[[], fl
 def captured(
     run: Callable[[], object], times: int = 1, pool: Any = None, meet: Callable[[], object] = lambda: None
 ) -> tuple[torch.cuda.CUDAGraph, object]:
-    """Return a CUDA graph of so many runs, and what the last one returned. Before it one runs on another stream.
+    """Return a CUDA graph of several runs, and what the last one returned. ``run`` is called once before the capture.
 
-    ``meet`` is called before the capture.
+    ``meet`` is called just before the capture.
     """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -150,7 +150,7 @@ def captured(
 
 
 def on_device(run: Callable[[], object], times: int = IN_A_ROW, pool: Any = None) -> Callable[[], float]:
-    """Return a function that replays a CUDA graph of so many runs, and returns the microseconds of one run.
+    """Return a function that replays a CUDA graph of several runs, and returns the microseconds of one run.
 
     pool: a torch.cuda.graph_pool_handle() of graphs that are replayed one at a time and whose runs return nothing
     """
@@ -167,8 +167,8 @@ def on_device(run: Callable[[], object], times: int = IN_A_ROW, pool: Any = None
     return measure
 
 
-def in_turn(replays: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
-    """Return each function's median result over rounds in which all take turns. Ranks begin each call together."""
+def median_times(replays: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
+    """Return the median time of each function over several rounds. In each round all ranks call each function once."""
     times: dict[Key, list[float]] = {key: [] for key in replays}
     for _ in range(rounds):
         for key, replay in replays.items():

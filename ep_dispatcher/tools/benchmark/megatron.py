@@ -1,9 +1,9 @@
-"""Megatron's own dispatchers and ours as Megatron runs them, beside what the benchmark measures.
+"""Times Megatron's own dispatchers and ours as Megatron runs them, in addition to the benchmark's operations.
 
     python -m ep_dispatcher.bench --with ep_dispatcher.tools.benchmark.megatron
 
-The experts return what they get, so that the times are those of the six steps alone. Without a package ``deep_ep`` that
-has them, the flex backends are notes.
+The experts return their input, so that the times are those of the six steps alone. If there is no package ``deep_ep``
+that has the flex backends, notes say so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from ep_dispatcher.integrations.megatron import destroy_buffers, register, unregister
 from ep_dispatcher.integrations.megatron.dispatcher import registration
 from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
-from ep_dispatcher.tools.benchmark.parts import ENGINE, Calls, Part
+from ep_dispatcher.tools.benchmark.measurements import ENGINE, Calls, Measurement
 from ep_dispatcher.tools.benchmark.sides import go_back, verdict
 
 SIDE = "Megatron alltoall"
@@ -31,25 +31,25 @@ FLEX = {"Megatron flex, DeepEP": "deepep", "Megatron flex, HybridEP": "hybridep"
 FORWARD_STEPS, ALL_STEPS = "six steps, forward", "six steps, forward+backward"
 
 
-def measure(part: Part) -> None:
-    """Time all dispatchers in Megatron, and compare what they give."""
-    case = part.case
+def measure(measurement: Measurement) -> None:
+    """Time all dispatchers in Megatron, and compare their results."""
+    case = measurement.case
     settings = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms)
-    with dispatchers(part.group, dtype=getattr(torch, case.dtype), **settings) as made:
-        part.found["megatron"] = made.version
-        part.found["passes"] |= {FORWARD_STEPS: 2, ALL_STEPS: 4}
+    with dispatchers(measurement.group, dtype=getattr(torch, case.dtype), **settings) as made:
+        measurement.found["megatron"] = made.version
+        measurement.found["passes"] |= {FORWARD_STEPS: 2, ALL_STEPS: 4}
         theirs = {SIDE: made.theirs}
         for side, backend in FLEX.items():
-            steps = part.attempt(f"not measured: {side}", partial(made.flex, backend))
+            steps = measurement.attempt(f"not measured: {side}", partial(made.flex, backend))
             theirs |= {side: steps} if steps else {}
         sides = {
-            name: part.attempt(f"{name} in Megatron", partial(steps.operations, *part.inputs)) or {}
+            name: measurement.attempt(f"{name} in Megatron", partial(steps.operations, *measurement.inputs)) or {}
             for name, steps in {ENGINE: made.ours, **theirs}.items()
         }
-        part.time(sides)
+        measurement.time(sides)
         for side, steps in theirs.items():
-            compared = part.attempt(f"comparison, {side}", partial(made.compare, steps, *part.inputs))
-            part.found["compared"] |= {side: compared} if compared else {}
+            compared = measurement.attempt(f"comparison, {side}", partial(made.compare, steps, *measurement.inputs))
+            measurement.found["compared"] |= {side: compared} if compared else {}
 
 
 class SixSteps:
@@ -59,14 +59,14 @@ class SixSteps:
         self.dispatcher, self.num_experts = dispatcher, num_experts
 
     def forward(self, x: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that come back, and the probabilities as the experts get them."""
+        """Return the tokens that come back, and the probabilities as the experts get them."""
         d = self.dispatcher
         rows, row_probs = d.token_dispatch(*d.dispatch_preprocess(x, routing_map, probs))
         rows, _, row_probs = d.dispatch_postprocess(rows, row_probs)
         return d.combine_postprocess(d.token_combine(d.combine_preprocess(rows))), row_probs
 
     def forward_backward(self, x: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """y and the gradients of x and probs; what comes out is its own gradient, as in every side of the benchmark."""
+        """Return y and the gradients of x and probs, as ``go_back`` defines them."""
         x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
         y, row_probs = self.forward(x, routing_map, probs)
         return go_back(y, row_probs, x, probs)
@@ -88,7 +88,7 @@ class Dispatchers:
     version: str  # of Megatron
 
     def compare(self, other: SixSteps, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict:
-        """Whether both give the same. Megatron adds a token's rows in their own dtype, with a rounding each."""
+        """Return whether both give the same results. Megatron rounds after each addition of a token's rows."""
         given = as_routed(x, topk_idx, topk_weights, self.ours.num_experts)
         ours, theirs = (side.forward_backward(*given) for side in (self.ours, other))
         allowed = topk_idx.shape[1] * torch.finfo(x.dtype).eps
@@ -96,7 +96,7 @@ class Dispatchers:
 
 
 def as_routed(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What Megatron's router gives: [tokens, 1, hidden], bool and float32 [tokens, experts]."""
+    """Return what Megatron's router returns: [tokens, 1, hidden], bool and float32 [tokens, experts]."""
     num_tokens = topk_idx.shape[0]
     if (topk_idx < 0).any():
         raise ValueError("routing has tokens with fewer than top-k experts, which alltoall does not take")
@@ -109,7 +109,7 @@ def as_routed(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: in
 def dispatchers(
     group: dist.ProcessGroup, *, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, num_sms: int
 ) -> Iterator[Dispatchers]:
-    """The dispatchers over the group, without tensor parallelism and Transformer Engine. Collective."""
+    """Yield the dispatchers over the group, without tensor parallelism and Transformer Engine. Collective."""
     if not torch.cuda.is_available():
         from ep_dispatcher.integrations.megatron.dispatcher.cpu import let_megatron_run_on_cpu
 

@@ -29,12 +29,15 @@ from typing import Any
 
 from ep_dispatcher.tools.benchmark.cases import PASSES, Case
 from ep_dispatcher.tools.benchmark.machine import to_json
-from ep_dispatcher.tools.benchmark.parts import ENGINE, GRAPH, parts_of
+from ep_dispatcher.tools.benchmark.measurements import ENGINE, GRAPH, measurements_of
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.tools.testing import RankError, RankPool
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-TIMEOUT_S = {"cpu": 3600.0, "cuda": 90.0}  # of one part; the first one on GPUs also starts NCCL and imports Megatron
+TIMEOUT_S = {
+    "cpu": 3600.0,
+    "cuda": 90.0,
+}  # of one measurement; the first one on GPUs also starts NCCL and imports Megatron
 
 
 def start_ranks(case: Case) -> RankPool:
@@ -52,36 +55,40 @@ def run(
     folder: Path,
     start: Callable[[Case], RankPool | TorchrunRanks] = start_ranks,
 ) -> int:
-    """Measure, print, and write a JSON per case into ``folder``; 1 when a part failed or results differ, else 0."""
+    """Measure, print, and write a JSON per case into ``folder``. Return 1 if a measurement fails or results differ."""
     folder.mkdir(parents=True, exist_ok=True)
-    pool, bad, begin = None, False, time.monotonic()
+    pool, has_failed, begin = None, False, time.monotonic()
     try:
         for case in cases:
             path = folder / f"{case.name}.json"
             result = {"machine": machine} | new_result(case)
-            for part, *arguments in parts_of(case):
+            for measurement, *arguments in measurements_of(case):
                 if pool is None or pool.closed:
                     pool = start(case)
                 try:
-                    found = pool.run(part, *arguments)[0]
+                    found = pool.run(measurement, *arguments)[0]
                     usable = found.pop("usable")
                     merge(result, found)
                 except RankError as error:
                     print(error, file=sys.stderr, flush=True)
                     rank, (kind, text, _) = next(iter(error.failures.items()))
-                    result["notes"].append(f"{part.__name__}: {kind}: {text.partition(chr(10))[0]} (rank {rank})")
-                    usable, bad = False, True
-                if not usable:  # an error of a GPU comes back in all later calls: the next part gets new processes
+                    result["notes"].append(
+                        f"{measurement.__name__}: {kind}: {text.partition(chr(10))[0]} (rank {rank})"
+                    )
+                    usable, has_failed = False, True
+                if (
+                    not usable
+                ):  # an error of a GPU comes back in all later calls: the next measurement gets new processes
                     pool.close()
-                summarise(result, case)
+                summarize(result, case)
                 path.write_text(to_json(result))
             print(table(result), f"{path}, {time.monotonic() - begin:.0f} s so far", sep="\n", end="\n\n", flush=True)
-            bad |= any(not compared["same"] for compared in result["compared"].values())
-            bad |= not result["operations"]
+            has_failed |= any(not compared["same"] for compared in result["compared"].values())
+            has_failed |= not result["operations"]
     finally:
         if pool is not None:
             pool.close()
-    return int(bad)
+    return int(has_failed)
 
 
 def new_result(case: Case) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def merge(result: dict, found: dict) -> None:
     result.update(found)
 
 
-def summarise(result: dict, case: Case) -> None:
+def summarize(result: dict, case: Case) -> None:
     passes = PASSES | result["passes"]
     for operation, sides in result["seconds"].items():
         figures = result["operations"][operation] = {}

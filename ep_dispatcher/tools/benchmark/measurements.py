@@ -1,7 +1,7 @@
-"""A rank's parts of a case. Each part is a run of its own, so that the others survive if one fails.
+"""What a rank measures of a case. Each measurement is a run of its own, so that the others survive if one fails.
 
-On rank 0 a part returns its entries of the case's JSON (``suite.py`` describes them), on other ranks None. The times in
-"seconds" are those of the slowest rank of an iteration.
+On rank 0 a measurement returns its entries of the case's JSON (``suite.py`` describes them), on other ranks None. The
+times in "seconds" are those of the slowest rank of an iteration.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ep_dispatcher.tools.benchmark.wires import wire_bytes
 
 ENGINE, GRAPH = "engine", "engine, CUDA graph"
 BASELINES = {"all_to_all": "all_to_all_single", "fast_sum": "all_to_all_single, fast sum"}  # in Case.others -> side
-TIMEOUT_S = 20.0  # of an operation: a hang must not eat the time of the cases that follow
+TIMEOUT_S = 20.0  # of an operation: a hang must not take the time of the cases that follow
 
 Calls = dict[str, Callable[[], object]]  # operation -> what is timed
 
 
-class Part:
-    """The results of a part so far, ``found``, and its clock.
+class Measurement:
+    """The results of a measurement so far, ``found``, and its clock.
 
     ``found["passes"]``: how often an operation moves every received row, where ``cases.PASSES`` does not say it.
     """
@@ -79,17 +79,17 @@ class Part:
         return self.found if dist.get_rank() == 0 else None
 
 
-def parts_of(case: Case) -> list[tuple]:
-    """Return the parts of a case: functions, each with its arguments after the rank."""
+def measurements_of(case: Case) -> list[tuple]:
+    """Return the measurements of a case: functions, each with its arguments after the rank."""
     modules = [name for name in case.others if name not in BASELINES]
     return [(measure_engine, case), *((measure_module, case, name) for name in modules)]
 
 
 def measure_engine(rank: int, case: Case) -> dict | None:
     """Time the engine and the all-to-all that it replaces, compare their results, and count their bytes."""
-    part = Part(case)
+    measurement = Measurement(case)
     buffer = ep.Buffer(
-        part.group,
+        measurement.group,
         hidden=case.hidden,
         num_experts=case.experts,
         num_topk=case.topk,
@@ -101,36 +101,36 @@ def measure_engine(rank: int, case: Case) -> dict | None:
         num_sms=case.sms,
     )
     try:
-        part.attempt(ENGINE, lambda: _measure_engine(part, buffer))
+        measurement.attempt(ENGINE, lambda: _measure_engine(measurement, buffer))
     finally:
-        part.attempt(f"{ENGINE}, destroy", buffer.destroy)
-    return part.result()
+        measurement.attempt(f"{ENGINE}, destroy", buffer.destroy)
+    return measurement.result()
 
 
-def _measure_engine(part: Part, buffer: ep.Buffer) -> None:
-    case, inputs, found = part.case, part.inputs, part.found
+def _measure_engine(measurement: Measurement, buffer: ep.Buffer) -> None:
+    case, inputs, found = measurement.case, measurement.inputs, measurement.found
     needed = len(EngineSide(buffer, case.layout).dispatch(*inputs).x)
     found["received_rows"], found["max_recv_rows"] = sum_over_ranks([needed])[0], largest_of(needed)
     engine = EngineSide(buffer, case.layout, found["max_recv_rows"])
     baselines = {
-        side: AllToAllBaseline(part.group, case.experts, fast_sum=name == "fast_sum")
+        side: AllToAllBaseline(measurement.group, case.experts, fast_sum=name == "fast_sum")
         for name, side in BASELINES.items()
         if name in case.others
     }
     sides = {ENGINE: _engine_calls(engine, case, inputs)}
     for side, baseline in baselines.items():
-        calls = part.attempt(side, partial(operations_of, baseline, *inputs)) or {}
+        calls = measurement.attempt(side, partial(operations_of, baseline, *inputs)) or {}
         sides[side] = {name: call for name, call in calls.items() if name in sides[ENGINE]}
-    part.time(sides)
+    measurement.time(sides)
     for side, baseline in baselines.items():
-        compared = part.attempt(f"comparison, {side}", partial(compare, engine, baseline, *inputs, case.layout))
+        compared = measurement.attempt(f"comparison, {side}", partial(compare, engine, baseline, *inputs, case.layout))
         found["compared"] |= {side: compared} if compared else {}
-    found["wire_bytes"] = part.attempt("bytes", partial(wire_bytes, engine, case, *inputs)) or {}
+    found["wire_bytes"] = measurement.attempt("bytes", partial(wire_bytes, engine, case, *inputs)) or {}
     if case.graph:
         for operation, call in sides[ENGINE].items():
-            replay = part.attempt(f"{GRAPH}, {operation}", partial(part.clock.capture, call))
+            replay = measurement.attempt(f"{GRAPH}, {operation}", partial(measurement.clock.capture, call))
             if replay is not None:
-                part.time({GRAPH: {operation: replay}})
+                measurement.time({GRAPH: {operation: replay}})
 
 
 def _engine_calls(engine: EngineSide, case: Case, inputs: tuple) -> Calls:
@@ -144,14 +144,14 @@ def _engine_calls(engine: EngineSide, case: Case, inputs: tuple) -> Calls:
 
 
 def measure_module(rank: int, case: Case, name: str) -> dict | None:
-    """Run ``measure(part)`` of the module ``name``: it times sides of its own, and adds to ``part.found``.
+    """Run ``measure(measurement)`` of the module ``name``. It times its own sides, and adds to ``measurement.found``.
 
     If the module cannot be imported, a note says so.
     """
-    part = Part(case)
+    measurement = Measurement(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other packages, about what is not installed, once per rank
-        module = part.attempt(f"not measured: {name}", partial(importlib.import_module, name))
+        module = measurement.attempt(f"not measured: {name}", partial(importlib.import_module, name))
         if module is not None:
-            part.attempt(name, partial(module.measure, part))
-    return part.result()
+            measurement.attempt(name, partial(module.measure, measurement))
+    return measurement.result()
