@@ -15,6 +15,13 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Call run with a topk_idx as const int32_t* or const int64_t*.
+template <class Run>
+void with_index(Address topk_idx, int index_bytes, const Run& run) {
+  if (index_bytes == sizeof(int32_t)) return run(pointer<const int32_t>(topk_idx));
+  run(pointer<const int64_t>(topk_idx));
+}
+
 // Bind the common types, local to this module: one process may use both modules, and each has them.
 inline void bind_types(pybind11::module_& m) {
   pybind11::enum_<DType>(m, "DType", pybind11::module_local())

@@ -1,5 +1,6 @@
 // The module _C_cpu. Python gets messages as memoryviews.
 #include "bindings.h"
+#include "cpu/balance.h"
 #include "cpu/engine.h"
 #include "cpu/parallel.h"
 #include "cpu/sum_rows.h"
@@ -267,6 +268,41 @@ PYBIND11_MODULE(_C_cpu, m) {
           },
           Unlocked())
       .def("finish", &Engine::finish);
+
+  // Balanced experts. index_bytes is 4 for topk_idx of int32, and 8 for int64.
+  m.attr("BALANCE_MAX_RANKS") = ep::balance::kMaxRanks;
+  m.attr("BALANCE_MAX_LOCAL") = ep::balance::kMaxLocal;
+  m.attr("BALANCE_MAX_SLOTS") = ep::balance::kMaxSlots;
+  m.attr("BALANCE_MAX_EXPERTS") = ep::balance::kMaxExperts;
+  m.def(
+      "balance_count",
+      [](Address topk_idx, int index_bytes, int64_t num_choices, int num_experts, Address counts) {
+        ep::with_index(topk_idx, index_bytes, [&](const auto* indices) {
+          balance_count(indices, num_choices, num_experts, pointer<int32_t>(counts));
+        });
+      },
+      Unlocked());
+  m.def(
+      "balance_plan",
+      [](int num_ranks, int ranks_per_node, int num_local_experts, int num_slots, int smallest_copy,
+         const std::vector<int>& rank_at, Address counts, int64_t row_stride, Address copies, Address rows) {
+        balance_plan({num_ranks, ranks_per_node, num_local_experts, num_slots, smallest_copy}, rank_at.data(),
+                     pointer<const int32_t>(counts), row_stride, pointer<ep::balance::Copy>(copies),
+                     pointer<int32_t>(rows));
+      },
+      Unlocked());
+  m.def(
+      "balance_rewrite",
+      [](int num_ranks, int ranks_per_node, int num_local_experts, int num_slots, int smallest_copy, int rank,
+         Address topk_idx, int index_bytes, int64_t num_tokens, int num_topk, Address counts, int64_t row_stride,
+         Address copies, Address physical) {
+        ep::with_index(topk_idx, index_bytes, [&](const auto* indices) {
+          balance_rewrite({num_ranks, ranks_per_node, num_local_experts, num_slots, smallest_copy}, rank, indices,
+                          num_tokens, num_topk, pointer<const int32_t>(counts), row_stride,
+                          pointer<const ep::balance::Copy>(copies), pointer<int64_t>(physical));
+        });
+      },
+      Unlocked());
 
   // For tests of the rounding: out = rows[0] + rows[1] + ..., as in every combine.
   m.def("sum_rows", [](const std::vector<Address>& rows, Address out, size_t n, ep::DType dtype) {

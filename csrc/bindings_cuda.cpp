@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "cuda/balance/balance.h"
 #include "cuda/device/check.h"
 #include "cuda/engine.h"
 #include "cuda/moe/routing.h"
@@ -161,6 +162,31 @@ PYBIND11_MODULE(EP_MODULE, m) {
           columns_to_map({num_tokens, num_experts, topk, slices, experts_per_rank, skips_zeros, dtype},
                          pointer<const int64_t>(topk_idx), pointer<const float>(grad_weights),
                          pointer<void>(grad_probs), pointer<CUstream_st>(stream));
+        });
+  // Balanced experts. index_bytes is 4 for topk_idx of int32, and 8 for int64.
+  m.def("balance_count",
+        [](Address topk_idx, int index_bytes, int64_t num_choices, int num_experts, Address counts, Address stream) {
+          ep::with_index(topk_idx, index_bytes, [&](const auto* indices) {
+            balance_count(indices, num_choices, num_experts, pointer<int32_t>(counts), pointer<CUstream_st>(stream));
+          });
+        });
+  m.def("balance_plan", [](int num_ranks, int ranks_per_node, int num_local_experts, int num_slots, int smallest_copy,
+                           const std::vector<int>& rank_at, Address counts, int64_t row_stride, Address totals,
+                           Address copies, Address rows, Address stream) {
+    balance_plan({num_ranks, ranks_per_node, num_local_experts, num_slots, smallest_copy}, rank_at,
+                 pointer<const int32_t>(counts), row_stride, pointer<int64_t>(totals),
+                 pointer<ep::balance::Copy>(copies), pointer<int32_t>(rows), pointer<CUstream_st>(stream));
+  });
+  m.def("balance_rewrite",
+        [](int num_ranks, int ranks_per_node, int num_local_experts, int num_slots, int smallest_copy, int rank,
+           Address topk_idx, int index_bytes, int64_t num_tokens, int num_topk, Address counts, int64_t row_stride,
+           Address copies, Address physical, Address stream) {
+          ep::with_index(topk_idx, index_bytes, [&](const auto* indices) {
+            balance_rewrite({num_ranks, ranks_per_node, num_local_experts, num_slots, smallest_copy}, rank, indices,
+                            num_tokens, num_topk, pointer<const int32_t>(counts), row_stride,
+                            pointer<const ep::balance::Copy>(copies), pointer<int64_t>(physical),
+                            pointer<CUstream_st>(stream));
+          });
         });
   const py::call_guard<py::gil_scoped_release> others_run;
 #ifdef EP_WIRE_NVSHMEM

@@ -6,6 +6,10 @@ from typing import ClassVar
 # (address, bytes per row) of arrays of rows that travel together.
 RowArrays = Sequence[tuple[int, int]]
 
+BALANCE_MAX_EXPERTS: int
+BALANCE_MAX_LOCAL: int
+BALANCE_MAX_RANKS: int
+BALANCE_MAX_SLOTS: int
 COMBINE: int
 WEIGHTED_COMBINE: int
 COMPARED: list[str]
@@ -168,6 +172,35 @@ class Engine:
     def sum(self, topk_weights: int, out: int, out_weights: int) -> None: ...
     def finish(self) -> None: ...
 
+def balance_count(topk_idx: int, index_bytes: int, num_choices: int, num_experts: int, counts: int) -> None: ...
+def balance_plan(
+    num_ranks: int,
+    ranks_per_node: int,
+    num_local_experts: int,
+    num_slots: int,
+    smallest_copy: int,
+    rank_at: Sequence[int],
+    counts: int,
+    row_stride: int,
+    copies: int,
+    rows: int,
+) -> None: ...
+def balance_rewrite(
+    num_ranks: int,
+    ranks_per_node: int,
+    num_local_experts: int,
+    num_slots: int,
+    smallest_copy: int,
+    rank: int,
+    topk_idx: int,
+    index_bytes: int,
+    num_tokens: int,
+    num_topk: int,
+    counts: int,
+    row_stride: int,
+    copies: int,
+    physical: int,
+) -> None: ...
 def cuda_region_bytes(config: CudaConfig) -> dict[str, int]: ...
 def cuda_state_bytes(config: CudaConfig, num_sms: int) -> dict[str, int]: ...
 def find_bad_entry(

@@ -110,6 +110,40 @@ def rank_words(config: Config) -> int: ...
 def region_offsets(config: Config) -> dict[str, int]: ...
 def state_offsets(config: Config) -> dict[str, int]: ...
 def excluded_offset(config: Config) -> int: ...
+def balance_count(
+    topk_idx: int, index_bytes: int, num_choices: int, num_experts: int, counts: int, stream: int
+) -> None: ...
+def balance_plan(
+    num_ranks: int,
+    ranks_per_node: int,
+    num_local_experts: int,
+    num_slots: int,
+    smallest_copy: int,
+    rank_at: Sequence[int],
+    counts: int,
+    row_stride: int,
+    totals: int,
+    copies: int,
+    rows: int,
+    stream: int,
+) -> None: ...
+def balance_rewrite(
+    num_ranks: int,
+    ranks_per_node: int,
+    num_local_experts: int,
+    num_slots: int,
+    smallest_copy: int,
+    rank: int,
+    topk_idx: int,
+    index_bytes: int,
+    num_tokens: int,
+    num_topk: int,
+    counts: int,
+    row_stride: int,
+    copies: int,
+    physical: int,
+    stream: int,
+) -> None: ...
 def copy(to: int, from_: int, bytes: int, stream: int) -> None: ...
 def columns_to_map(
     num_tokens: int,
