@@ -5,9 +5,11 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <tuple>
 
 #include "bindings.h"
 #include "cuda/balance/balance.h"
+#include "cuda/balance/slots.h"
 #include "cuda/device/check.h"
 #include "cuda/engine.h"
 #include "cuda/moe/routing.h"
@@ -40,6 +42,14 @@ struct OthersRun {
     if (engine.sends_messages()) release.emplace();
   }
 };
+
+// One parameter of an expert: table, first, step, size, slot_begin, slot_step (csrc/cuda/balance/slots.h).
+using SlotMove = std::tuple<Address, Address, int64_t, int64_t, int64_t, int64_t>;
+
+ep::cuda::ExpertParameter expert_parameter(const SlotMove& move, ep::DType dtype = ep::DType::kFloat32) {
+  const auto& [table, first, step, size, slot_begin, slot_step] = move;
+  return {pointer<const int64_t>(table), pointer<char>(first), step, size, slot_begin, slot_step, dtype};
+}
 
 using ep::cuda::DecodeLaunch, ep::cuda::Launch;
 
@@ -188,6 +198,36 @@ PYBIND11_MODULE(EP_MODULE, m) {
                             pointer<CUstream_st>(stream));
           });
         });
+
+  // Expert slots: both take the addresses of copies and of each parameter, the number of blocks, and a stream.
+  m.attr("max_slot_parameters") = kMaxSlotParameters;
+  py::class_<NodeSlots>(m, "NodeSlots", py::module_local())
+      .def(py::init([](const std::vector<Address>& regions, const std::vector<int32_t>& ranks, int local_rank,
+                       int num_local_experts, int num_slots) {
+             if (regions.empty() || regions.size() > kMaxLocal) throw py::value_error("regions");
+             if (ranks.size() != regions.size()) throw py::value_error("ranks");
+             NodeSlots node{{}, {}, static_cast<int32_t>(regions.size()), local_rank, num_local_experts, num_slots};
+             for (size_t i = 0; i < regions.size(); ++i) {
+               node.regions[i] = pointer<char>(regions[i]);
+               node.ranks[i] = ranks[i];
+             }
+             return node;
+           }),
+           py::kw_only(), py::arg("regions"), py::arg("ranks"), py::arg("local_rank"), py::arg("num_local_experts"),
+           py::arg("num_slots"));
+  m.def("slots_push",
+        [](const NodeSlots& node, Address copies, const std::vector<SlotMove>& moves, int num_blocks, Address stream) {
+          std::vector<ExpertParameter> parameters;
+          for (const SlotMove& move : moves) parameters.push_back(expert_parameter(move));
+          push_to_slots(node, pointer<const int32_t>(copies), parameters, num_blocks, pointer<CUstream_st>(stream));
+        });
+  m.def("slots_pull", [](const NodeSlots& node, Address copies, const std::vector<SlotMove>& moves,
+                         const std::vector<ep::DType>& dtypes, int num_blocks, Address stream) {
+    std::vector<ExpertParameter> gradients;
+    for (size_t p = 0; p < moves.size(); ++p) gradients.push_back(expert_parameter(moves[p], dtypes.at(p)));
+    pull_from_slots(node, pointer<const int32_t>(copies), gradients, num_blocks, pointer<CUstream_st>(stream));
+  });
+
   const py::call_guard<py::gil_scoped_release> others_run;
 #ifdef EP_WIRE_NVSHMEM
   m.def("is_running", &ep::nvshmem::is_running);

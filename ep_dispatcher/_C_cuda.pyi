@@ -12,6 +12,7 @@ COMPARED: list[str]
 WRONG_NUMBERS: list[str]
 epoch_offset: int
 has_stamps: bool
+max_slot_parameters: int
 message_rows_bytes: int
 stamped_launches: int
 stamped_operations: int
@@ -53,6 +54,11 @@ class Config:
     window_chunk: int
     window_chunks: int
     def __init__(self) -> None: ...
+
+class NodeSlots:
+    def __init__(
+        self, *, regions: Sequence[int], ranks: Sequence[int], local_rank: int, num_local_experts: int, num_slots: int
+    ) -> None: ...
 
 class NcclComm:
     def __init__(self) -> None: ...
@@ -170,6 +176,17 @@ def map_to_columns(
     probs: int,
     topk_idx: int,
     weights: int,
+    stream: int,
+) -> None: ...
+def slots_push(
+    node: NodeSlots, copies: int, moves: Sequence[tuple[int, int, int, int, int, int]], num_blocks: int, stream: int
+) -> None: ...
+def slots_pull(
+    node: NodeSlots,
+    copies: int,
+    moves: Sequence[tuple[int, int, int, int, int, int]],
+    dtypes: Sequence[DType],
+    num_blocks: int,
     stream: int,
 ) -> None: ...
 def flag_bytes(config: Config) -> int: ...

@@ -5,7 +5,7 @@ A ValueError names the argument, before anything is sent. decode/arguments.py ha
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, get_args
+from typing import Any, NoReturn, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -59,9 +59,15 @@ def dispatch_request(
     async_finish: bool = False,
     label: int = 0,
     has_gradients: bool = False,
+    is_balanced: bool = False,
 ) -> DispatchRequest:
-    """Check the arguments of Buffer.dispatch, or of ep.dispatch, which has gradients, and so no decode layout."""
+    """Check the arguments of Buffer.dispatch, or of ep.dispatch, which has gradients, and so no decode layout.
+
+    is_balanced: the caller runs redundant experts where the buffer has some
+    """
     config, device = engine.config, engine.device
+    if config.redundant_experts_per_rank and not is_balanced:
+        _refuse_redundant_experts()
     decodes = layout == "decode" or (handle is not None and decode.is_decode(layout, handle))
     if has_gradients:
         if decodes:
@@ -126,6 +132,8 @@ def plan_request(
     label: int,
 ) -> DispatchRequest:
     """Check the arguments of Buffer.plan. Return a dispatch of rows of 16 bytes."""
+    if engine.config.redundant_experts_per_rank:
+        _refuse_redundant_experts()
     checks.one_of("layout", layout, _TRAINING_LAYOUTS)
     alignment, num_rows = _check_routing(engine, topk_idx, "num_tokens", layout, expert_alignment, max_recv_rows)
     config, num_tokens = engine.config, topk_idx.shape[0]
@@ -155,6 +163,13 @@ def _check_routing(
         max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
     checks.tensor("topk_idx", topk_idx, _INTEGERS, (num_tokens, engine.config.num_topk), engine.device)
     return expert_alignment, -1 if max_recv_rows is None else max_recv_rows
+
+
+def _refuse_redundant_experts() -> NoReturn:
+    checks.refuse(
+        "buffer has redundant experts, whose rows only ep.moe_mlp and ep.MoELayer with its own experts can compute: "
+        "make another buffer for this"
+    )
 
 
 def refuse_decode_handle(handle: object) -> None:

@@ -19,6 +19,7 @@ from ep_dispatcher import checks, engines, recompute
 from ep_dispatcher.addressable import check_writable
 from ep_dispatcher.argument_types import EngineName, Layout, Quantize, ScaleFormat, TrainingLayout
 from ep_dispatcher.arguments import BufferDispatchOptions, combine_request, dispatch_request, plan_request
+from ep_dispatcher.balance.balancer import Balancer
 from ep_dispatcher.buffer_arguments import BufferArguments, agree_on_config, checked_group
 from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.gather import Gather, History
@@ -105,6 +106,9 @@ class Buffer(BufferSizes):
                          possible with the NVSHMEM wire between hosts
     mask_late_ranks      True: a rank that does not arrive within timeout_s is masked (see ``mask``), and the others go
                          on. For layout="decode" on one node of at most 32 ranks. The same on all ranks
+    redundant_experts_per_rank  slots of each rank, at most 8, for redundant copies of experts of other ranks of its
+                         node. ep.moe_mlp and ep.MoELayer then balance every microbatch (docs/balance.md); other
+                         dispatches on this buffer are refused. The same on all ranks
 
     The sizes are read-only properties too, such as ``buffer.hidden``. ``buffer.max_recv_rows()`` is the safe limit of
     that name for a dispatch.
@@ -139,8 +143,10 @@ class Buffer(BufferSizes):
         nccl_sms: int | None = None,
         suspendable: bool = False,
         mask_late_ranks: bool = False,
+        redundant_experts_per_rank: int = 0,
     ):
         self._engine: Engine | None = None
+        self._balancer: Balancer | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
         self.totals: Totals | None = None  # from the first stats() on
         self.wording = self.make_wording()
@@ -160,6 +166,7 @@ class Buffer(BufferSizes):
             nccl_sms=nccl_sms,
             suspendable=suspendable,
             mask_late_ranks=mask_late_ranks,
+            redundant_experts_per_rank=redundant_experts_per_rank,
         )
         try:
             with Gather(group, arguments.limit_s) as gather:
@@ -523,6 +530,8 @@ class Buffer(BufferSizes):
         engine, config = self.live_engine(), self.config
         if self.totals is None:
             self.totals = Totals(engine, config.num_local_experts, config.num_ranks, self.device)
+            if config.redundant_experts_per_rank:
+                self.balancer().totals = self.totals.balance
             return None
         return self.totals.take(engine)
 
@@ -546,6 +555,15 @@ class Buffer(BufferSizes):
         engine has no late errors.
         """
         self.live_engine().overlook(found)
+
+    def balancer(self) -> Balancer:
+        """Return what balances the layers on this buffer. ValueError if it has no redundant experts."""
+        engine = self.live_engine()
+        if not self.config.redundant_experts_per_rank:
+            checks.refuse("buffer has no redundant experts: make it by ep.Buffer(..., redundant_experts_per_rank=1)")
+        if self._balancer is None:
+            self._balancer = Balancer(engine, self.device)
+        return self._balancer
 
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes that this rank has moved since the buffer was made. Each list has an entry per rank.
@@ -670,6 +688,7 @@ class Buffer(BufferSizes):
         """
         if self._engine is not None:
             engine, self._engine = self._engine, None
+            balancer, self._balancer = self._balancer, None
             try:
                 _buffers.pop(self.id, None)
                 with self.wording:
@@ -680,6 +699,9 @@ class Buffer(BufferSizes):
                     with suppress(Exception):  # the first error is the one to raise
                         engine.destroy()
                 raise
+            finally:
+                if balancer is not None:
+                    balancer.free()
 
     def __repr__(self) -> str:
         if self._engine is None:

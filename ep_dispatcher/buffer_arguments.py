@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 from ep_dispatcher import checks, engines, envs
 from ep_dispatcher._version import __version__
 from ep_dispatcher.argument_types import EngineName
+from ep_dispatcher.balance.balancer import MAX_SLOTS, check_redundant_experts
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS, check_masks, check_size
@@ -37,6 +38,7 @@ class BufferArguments:
     nccl_sms: int | None
     suspendable: bool
     mask_late_ranks: bool
+    redundant_experts_per_rank: int
 
     @property
     def limit_s(self) -> float:
@@ -62,6 +64,12 @@ class BufferArguments:
         nccl_sms = DEFAULT_NCCL_SMS
         if self.nccl_sms is not None:
             nccl_sms = checks.integer("nccl_sms", self.nccl_sms, 1, MAX_NCCL_SMS)
+        redundant = checks.integer("redundant_experts_per_rank", self.redundant_experts_per_rank, 0, MAX_SLOTS)
+        if redundant and (self.suspendable is not False or self.mask_late_ranks is not False):
+            checks.refuse(
+                f"redundant_experts_per_rank is {redundant}, which does not go with suspendable=True or "
+                "mask_late_ranks=True"
+            )
         same = dict(
             **sizes,
             engine=engine,
@@ -70,6 +78,7 @@ class BufferArguments:
             nccl_sms=nccl_sms,
             suspendable=checks.boolean("suspendable", self.suspendable),
             mask_late_ranks=checks.boolean("mask_late_ranks", self.mask_late_ranks),
+            redundant_experts_per_rank=redundant,
             version=__version__,
             dtype=dtype,
         )
@@ -122,11 +131,16 @@ def agree_on_config(
     with gather.same_on_all_ranks():
         _check_same(all_settings)
     topology, why_hosts = find_nodes(gather, rank, hosts, same["ranks_per_node"], same["engine"])
+    redundant = same["redundant_experts_per_rank"]
     with gather.same_on_all_ranks():
+        if redundant:
+            check_redundant_experts(topology, redundant, own["sizes"], arguments.dtype)
+        num_physical = same["num_experts"] + redundant * topology.num_ranks
         config = EngineConfig(
             num_nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_node,
-            **own["sizes"],
+            **own["sizes"] | dict(num_experts=num_physical),
+            redundant_experts_per_rank=redundant,
             dtype=arguments.dtype,
             mask_late_ranks=same["mask_late_ranks"],
             group=group,

@@ -238,10 +238,15 @@ def handle_reuse(
         fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
 
-def invalid_entry_error(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError:
-    """Return the error of an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated)."""
+def invalid_entry_error(entry: tuple[int, int, int | None, bool], num_experts: int) -> ValueError:
+    """Return the error of an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated).
+
+    expert: None if it is repeated, and only the slot of its redundant copy is known
+    """
     token, k, expert, repeated = entry
     where = f"topk_idx[{token}, {k}]"
+    if expert is None:
+        return ValueError(f"{where} is an expert that another entry of the row is too; a row may have it only once")
     if repeated:
         return ValueError(f"{where} is expert {expert} again, but a row may have an expert only once")
     text = error_text(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")

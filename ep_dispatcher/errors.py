@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 E = TypeVar("E", bound=Exception)
 
-_WITHOUT_EPOCH = ("suspend", "resume", "unmask")  # operations on a buffer that have no epoch
+_WITHOUT_EPOCH = ("suspend", "resume", "unmask", "expert slots")  # operations on a buffer that have no epoch
 _COMPILES = " If a rank was compiling (torch.compile, Triton, a CUDA graph), raise EP_DISPATCHER_TIMEOUT_S."
 
 
@@ -23,7 +23,8 @@ class _Noted(Exception):
 class PeerTimeoutError(_Noted, RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
-    operation   "dispatch", "combine", "suspend", "resume" or "unmask"; "buffer" while a buffer is made
+    operation   "dispatch", "combine", "suspend", "resume" or "unmask"; "buffer" while a buffer is made, and "expert
+                slots" while it gets those
     epoch       number of the dispatch or combine on the buffer; 0 for other operations
     phase       purpose of the wait
     rank        the rank that waited, in the buffer's group

@@ -64,6 +64,7 @@ class Handle(_Result):
     # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
     # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
     rows_on_host: Tensor | None = None
+    copies: Tensor | None = None  # balance.planner.BalancePlan.copies, with redundant experts
     made_with: tuple[Any, ...] = field(default=(), repr=False)  # layout to message_rows, when it was made
 
     def is_as_made(self) -> bool:

@@ -152,6 +152,7 @@ def buffer_bytes(
     dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
     mask_late_ranks: bool = False,
+    redundant_experts_per_rank: int = 0,
     engine: EngineName = "cuda",
 ) -> BufferBytes:
     """Return the bytes that one rank allocates when it makes this Buffer: the same on every rank, and exact.
@@ -167,8 +168,9 @@ def buffer_bytes(
     engine          "cuda": memory of the GPU; "cpu": shared memory of the host, whose pages count once they are used
 
     All other arguments are those of Buffer. Raises the ValueErrors that Buffer raises for these sizes. Formulas and
-    examples: docs/memory.md. Left out: about a kilobyte of pinned host memory, what an allocator adds by rounding up,
-    what operations allocate (outputs, plans, messages of the CPU engine between nodes), and the caller's tensors.
+    examples: docs/memory.md. Left out: slots of redundant experts, whose size the first layer decides; about a kilobyte
+    of pinned host memory, what an allocator adds by rounding up, what operations allocate (outputs, plans, messages of
+    the CPU engine between nodes), and the caller's tensors.
     """
     checks.one_of("engine", engine, ("cuda", "cpu"))
     num_ranks = checks.integer("num_ranks", num_ranks, 1)
@@ -181,6 +183,7 @@ def buffer_bytes(
     sms = default_sms(None if num_sms is None else checks.integer("num_sms", num_sms, 1)).values()
     topology = Topology.make(0, ["one host"] * num_ranks, per_node)
     masks = checks.boolean("mask_late_ranks", mask_late_ranks)
+    sizes["num_experts"] += num_ranks * checks.integer("redundant_experts_per_rank", redundant_experts_per_rank, 0)
     shape = Shape(topology.num_nodes, topology.ranks_per_node, **sizes, mask_late_ranks=masks)
     check_size(shape)
     check_masks(shape, suspendable=False)

@@ -13,8 +13,8 @@ from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle, no_hook
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
 
 
-def new_handle(engine: Engine, request: DispatchRequest, received: Received) -> Handle:
-    """Return the handle of a dispatch that has made a plan."""
+def new_handle(engine: Engine, request: DispatchRequest, received: Received, copies: Tensor | None = None) -> Handle:
+    """Return the handle of a dispatch that has made a plan. copies: of experts, that its routing goes to."""
     plan, num_tokens, num_rows = received.plan, request.rows.shape[0], received.rows.shape[0]
     assert plan is not None
     sizes = (request.layout, request.expert_alignment, num_tokens, num_rows)
@@ -27,6 +27,7 @@ def new_handle(engine: Engine, request: DispatchRequest, received: Received) -> 
         plan=plan,
         message_rows=received.message_rows,
         rows_on_host=received.rows_on_host,
+        copies=copies,
         made_with=(*sizes, plan, received.message_rows),
     )
 

@@ -53,13 +53,18 @@ class BufferSizes:
 
     @property
     def num_experts(self) -> int:
-        """Experts on all ranks together."""
-        return self.config.num_experts
+        """Experts on all ranks together: those of the router, without redundant copies."""
+        return self.config.num_logical_experts
 
     @property
     def num_local_experts(self) -> int:
         """Experts of each rank: num_experts / num_ranks. Rank r has those from r * num_local_experts on."""
-        return self.config.num_local_experts
+        return self.config.num_own_experts
+
+    @property
+    def redundant_experts_per_rank(self) -> int:
+        """Slots of each rank for redundant copies of other ranks' experts."""
+        return self.config.redundant_experts_per_rank
 
     @property
     def num_topk(self) -> int:
@@ -89,7 +94,8 @@ class BufferSizes:
     def max_recv_rows(self, layout: TrainingLayout = "expert", *, expert_alignment: int = 1) -> int:
         """Return a number of rows that no routing exceeds: the safe ``max_recv_rows`` of a dispatch.
 
-            expert layout  num_ranks * max_tokens_per_rank * min(num_topk, num_local_experts), and padding
+            expert layout  num_ranks * max_tokens_per_rank * min(num_topk, num_local_experts), and padding; slots of
+                           redundant experts count as local experts
             rank layout    num_ranks * max_tokens_per_rank
 
             out = ep.dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=buffer.max_recv_rows())
@@ -105,7 +111,7 @@ class BufferSizes:
         num_tokens = self.num_ranks * self.max_tokens_per_rank
         if layout == "rank":
             return num_tokens
-        num_local = self.num_local_experts
+        num_local = self.config.num_local_experts
         rows = num_tokens * min(self.num_topk, num_local)
         if alignment > 1:
             # The padding of an expert is shorter than the alignment, and all rows together are a multiple of it.

@@ -17,6 +17,38 @@ _OPERATIONS = ("dispatch", "combine")
 _MOST_COPIES = 4  # under way at a time. A host that is so far ahead takes no further ones
 
 
+class BalanceStats(NamedTuple):
+    """Sums over the microbatches that were balanced between two results of ``Buffer.stats()``.
+
+    num_microbatches   plans of copies; a recompute makes none
+    rows               choices of all ranks' tokens, which is what all experts compute
+    fullest_before     rows of the fullest rank of each microbatch, had every expert stayed at home
+    fullest_after      the same with the copies that were made
+    num_copies         redundant copies that were made
+    num_ranks          ranks of the buffer: no sum
+    """
+
+    num_microbatches: int
+    rows: int
+    fullest_before: int
+    fullest_after: int
+    num_copies: int
+    num_ranks: int
+
+    @property
+    def imbalance_before(self) -> float:
+        """Rows of the fullest rank over the mean of all ranks, had every expert stayed at home. 1.0 is balanced."""
+        return self.fullest_before * self.num_ranks / self.rows if self.rows else 1.0
+
+    @property
+    def imbalance_after(self) -> float:
+        """Rows of the fullest rank over the mean of all ranks, with the copies that were made."""
+        return self.fullest_after * self.num_ranks / self.rows if self.rows else 1.0
+
+
+NUM_BALANCE_SUMS = len(BalanceStats._fields) - 1
+
+
 @dataclass(frozen=True)
 class Stats:
     """What a buffer's operations have done between two results of ``Buffer.stats()``. All tensors are int64 on the CPU.
@@ -28,12 +60,15 @@ class Stats:
                         ``Buffer.dispatch_wait_ns``
     combine_wait_ns     likewise in combines
     num_calls           calls of ``stats()`` that this covers. It is more than 1 if earlier ones returned None
+    balance             with redundant experts what balancing has done, the same on all ranks. Without them None, and
+                        with them tokens_per_expert has a column for each slot behind those of this rank's experts
     """
 
     tokens_per_expert: Tensor
     dispatch_wait_ns: Tensor
     combine_wait_ns: Tensor
     num_calls: int
+    balance: BalanceStats | None = None
 
 
 class HostCopy:
@@ -73,22 +108,28 @@ class Totals:
         for name in _OPERATIONS:
             if name in engine.wait_ns:
                 checks.refuse(f"{name}_wait_ns has to be None before stats(), which measures the same waits")
-        self._sizes = [NUM_LABELS * num_local_experts, num_ranks, num_ranks]
+        self._sizes, self._num_ranks = (
+            [NUM_LABELS * num_local_experts, num_ranks, num_ranks, NUM_BALANCE_SUMS],
+            num_ranks,
+        )
         with torch.inference_mode(False):  # operations may add inside and outside of it
             follow(engine, device)
             self.all = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
             self._last, self._last_call = torch.zeros_like(self.all, device="cpu"), 0
-            tokens, *waits = self.parts(self.all)
+            tokens, *waits, self.balance = self.parts(self.all)
             engine.expert_tokens = tokens.unbind()
         for name, wait_ns in zip(_OPERATIONS, waits, strict=True):
             engine.measure_waits(name, wait_ns)
         self._copies: deque[_Taken] = deque()
         self._call = 0
 
-    def parts(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens [NUM_LABELS, num_local_experts] and waits [num_ranks] of dispatches and of combines."""
-        tokens, dispatch_wait_ns, combine_wait_ns = totals.split(self._sizes)
-        return tokens.view(NUM_LABELS, -1), dispatch_wait_ns, combine_wait_ns
+    def parts(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return tokens [NUM_LABELS, num_local_experts], waits [num_ranks] of dispatches and of combines, and balance.
+
+        balance   [NUM_BALANCE_SUMS]: the first fields of BalanceStats; zeros without redundant experts
+        """
+        tokens, dispatch_wait_ns, combine_wait_ns, balance = totals.split(self._sizes)
+        return tokens.view(NUM_LABELS, -1), dispatch_wait_ns, combine_wait_ns, balance
 
     def take(self, engine: Engine) -> Stats | None:
         """Begin a copy, after all operations so far. Return what the newest copy that is here has added.
@@ -106,7 +147,11 @@ class Totals:
             if arrived is None:
                 return None
             totals, call = arrived.copy.values, arrived.call
-            stats = Stats(*self.parts(totals - self._last), call - self._last_call)
+            tokens, dispatch_wait_ns, combine_wait_ns, sums = self.parts(totals - self._last)
+            balance = None
+            if engine.config.redundant_experts_per_rank:
+                balance = BalanceStats._make([*sums.tolist(), self._num_ranks])
+            stats = Stats(tokens, dispatch_wait_ns, combine_wait_ns, call - self._last_call, balance)
             self._last, self._last_call = totals, call
             return stats
 

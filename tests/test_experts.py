@@ -164,10 +164,10 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(rank, engine):
         for num_parts in (1, 2):
             for argument, change in wrong:
                 assert_refused(argument, ep.moe_mlp, **(right | dict(num_parts=num_parts) | change))
-        assert_refused(
-            f"topk_idx[{18 if engine == 'cpu' else 8}, 1]", ep.moe_mlp, **(right | two_parts)
-        )  # or of its part
         with pytest.raises(ValueError, match="torch.func"):
             torch.func.grad(lambda w: ep.moe_mlp(**(right | dict(w1=w))).sum())(w1)
         assert operations_so_far(buffer) == epoch, "something was sent"
+        # The host of a GPU does not read topk_idx: there a kernel finds the entry, in its part of the tokens.
+        assert_refused(f"topk_idx[{18 if engine == 'cpu' else 8}, 1]", ep.moe_mlp, **(right | two_parts))
+        assert engine == "cuda" or operations_so_far(buffer) == epoch, "something was sent"
         ep.moe_mlp(**right)

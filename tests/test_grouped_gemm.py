@@ -5,7 +5,7 @@ import torch
 from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.expert_matrices import lowest_and_shifts
+from ep_dispatcher.moe.expert_matrices import WithCopies, lowest_and_shifts
 from ep_dispatcher.tools.testing import device_of
 
 PLACES = ("together", "backwards", "apart", "parted", "odd")
@@ -152,3 +152,46 @@ def test_gradients_in_a_list_are_written_by_a_graph():
         found.zero_()
         graph.replay()
         assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies_that_lie_far_away_are_the_experts_behind(engine, dtype):
+    """In one call or in two, with the bits of one tensor of all experts; gradients of copies go where they belong."""
+    device, own, n, k = device_of(engine, 0), 3, 48, 64
+    ends = torch.tensor([40, 40, 170, 300, 301], dtype=torch.int32, device=device)
+    weights = torch.randn(5, n, k).to(device, dtype)
+    bias, row_weights = torch.randn(5, n).to(device, dtype), torch.rand(310, device=device)
+    rows, grad = torch.randn(310, k).to(device, dtype), torch.randn(310, n).to(device, dtype)
+    both = WithCopies(weights[:own], [weights[3].clone(), weights[4].clone()])
+    right = grouped_gemm.linear(rows, weights, ends, bias, row_weights)[:301]
+    assert torch.equal(grouped_gemm.linear(rows, both, ends, bias, row_weights)[:301], right)
+    out = rows.new_zeros(310, n)
+    grouped_gemm.linear(rows, both.own, ends, bias, row_weights, out=out)
+    assert not out[170:].any()
+    grouped_gemm.linear(rows, both.copies, ends, bias, row_weights, out=out, first_expert=own)
+    assert torch.equal(out[:301], right)
+    right = grouped_gemm.linear_grad_rows(grad, weights, ends)[:301]
+    assert torch.equal(grouped_gemm.linear_grad_rows(grad, both, ends)[:301], right)
+    grouped_gemm.linear_grad_rows(grad, both.own, ends, out=rows)
+    grouped_gemm.linear_grad_rows(grad, both.copies, ends, out=rows, first_expert=own)
+    assert torch.equal(rows[:301], right)
+
+    whole = torch.empty(5, n, k, dtype=torch.float32, device=device)
+    grouped_gemm.linear_grad_weights([(grad, rows, ends)], whole, accumulate=False)
+    for first, number in ((0, own), (own, 2)):
+        part = torch.empty(number, n, k, dtype=torch.float32, device=device)
+        grouped_gemm.linear_grad_weights([(grad, rows, ends)], part, accumulate=False, first_expert=first)
+        assert torch.equal(part, whole[first : first + number])
+        sums = torch.empty(number, n, dtype=torch.float32, device=device)
+        grouped_gemm.linear_grad_bias([(grad, ends, row_weights)], sums, accumulate=False, first_expert=first)
+        assert sums.isfinite().all()
+
+
+def test_a_free_slot_keeps_what_it_has_and_an_empty_copy_gets_zeros(engine):
+    device = device_of(engine, 0)
+    ends = torch.tensor([40, 40, 40], dtype=torch.int32, device=device)
+    held = torch.tensor([[-1, 0, 0], [7, 0, 0]], dtype=torch.int32, device=device)
+    rows = torch.randn(50, 64).to(device, torch.bfloat16)
+    out = torch.full((2, 64, 64), 7.0, device=device)
+    grouped_gemm.linear_grad_weights([(rows, rows, ends)], out, accumulate=False, first_expert=1, held=held)
+    assert not out[1].any() and (engine == "cpu" or bool((out[0] == 7).all()))

@@ -34,19 +34,45 @@ class EngineConfig(Shape):
     num_sms: int | None
     nccl_sms: int
     suspendable: bool
+    redundant_experts_per_rank: int  # of the num_local_experts of a rank, which are its own and these
     store: Store  # of the group's ranks, under a prefix for this buffer alone
     gather: Gather  # collective, while the engine is made; returns every rank's result, or raises on all ranks
 
     @property
     def num_local_experts(self) -> int:
+        """Physical experts of a rank: its own, and its slots for redundant copies of others."""
         return self.num_experts // self.num_ranks
+
+    @property
+    def num_own_experts(self) -> int:
+        """Logical experts of a rank, those that a router knows."""
+        return self.num_local_experts - self.redundant_experts_per_rank
+
+    @property
+    def num_logical_experts(self) -> int:
+        """Experts that a router knows, on all ranks together."""
+        return self.num_own_experts * self.num_ranks
+
+    def logical_expert(self, physical: int) -> int | None:
+        """Return the router's number of a physical expert, for errors. None for a slot, whose copy changes.
+
+        Numbers that are no expert's stay so: balance/planner.py moves those that are too large as it moves others.
+        """
+        if physical < 0:
+            return physical
+        if physical >= self.num_experts:
+            return physical - self.num_experts + self.num_logical_experts
+        rank, number = divmod(physical, self.num_local_experts)
+        return rank * self.num_own_experts + number if number < self.num_own_experts else None
 
     def describe(self, state: str) -> str:
         """Return the text of a buffer for people. state: that of its engine"""
         topology = self.topology
         nodes = f"{topology.num_nodes} {'node' if topology.num_nodes == 1 else 'nodes'} x {topology.ranks_per_node}"
-        names = ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
-        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        sizes = f"hidden={self.hidden}, num_experts={self.num_logical_experts}"
+        if self.redundant_experts_per_rank:
+            sizes += f", redundant_experts_per_rank={self.redundant_experts_per_rank}"
+        sizes += f", num_topk={self.num_topk}, max_tokens_per_rank={self.max_tokens_per_rank}"
         return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={self.dtype}, {state})"
 
 
@@ -91,8 +117,11 @@ class Engine(Protocol):
     def dispatch(self, request: DispatchRequest) -> Received:
         """Send rows to the ranks of their experts, and receive."""
 
-    def check_routing(self, topk_idx: Tensor) -> None:
-        """Raise ValueError for an invalid entry, if the host can read it without a wait."""
+    def check_routing(self, topk_idx: Tensor, num_experts: int | None = None) -> None:
+        """Raise ValueError for an invalid entry, if the host can read it without a wait.
+
+        num_experts: those that may be chosen; None: all physical ones
+        """
         return
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:

@@ -149,7 +149,7 @@ class JobSums:
         with torch.inference_mode(False), torch.no_grad():
             mine = torch.zeros(sum(sizes), dtype=torch.int64, device=job_device())
             for buffer in self._living():
-                if buffer.config.num_experts <= self._num_experts:
+                if buffer.num_experts <= self._num_experts:
                     self._add(buffer, *mine.split(sizes))
             self._pending.append(_Sum(steps, sizes, num_labels, mine, self._sum(mine)))
 
@@ -183,12 +183,13 @@ class JobSums:
         config, counted, totals = buffer.config, self._counted[buffer], _copy_of_totals(buffer)
         assert buffer.totals is not None
         new, counted.totals = totals - counted.totals, totals
-        tokens, *waits = buffer.totals.parts(new.to(rows.device))
+        tokens, *waits, _ = buffer.totals.parts(new.to(rows.device))
         ranks = counted.ranks.to(rows.device)
-        tokens, num_local, own = tokens[: self._num_labels], config.num_local_experts, dist.get_rank()
+        tokens, num_local, own = tokens[: self._num_labels], config.num_own_experts, dist.get_rank()
         first = config.topology.rank * num_local
         rows.view(len(tokens), -1)[:, own] += tokens.sum(1)
-        experts.view(len(tokens), -1)[:, first : first + num_local] += tokens
+        # Which expert's rows are in a slot changes. So they count for the rank, and for no expert.
+        experts.view(len(tokens), -1)[:, first : first + num_local] += tokens[:, :num_local]
         waited_for.index_add_(0, ranks, waits[0] + waits[1])
         waited[own] += waits[0].max() + waits[1].max()
         leaders[own] = ranks[0] + 1  # 0: no group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,20 @@ LINE_BYTES = 16  # the kernels need the address of a matrix, and of each of its 
 ExpertMatrices = Sequence[Tensor] | Tensor  # one matrix per expert: separate tensors, or one tensor of all of them
 WeightGradInputs = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
 BiasGradInputs = tuple[Tensor, Tensor, Tensor | None]  # grad, ends and row_weights of linear_grad_bias
+
+
+class WithCopies(Sequence[Tensor]):
+    """The matrices of a rank's own experts, and behind them those of redundant copies, which lie far away in memory."""
+
+    def __init__(self, own: ExpertMatrices, copies: ExpertMatrices):
+        self.own, self.copies = own, copies
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self.copies)
+
+    def __getitem__(self, expert: Any) -> Any:
+        num_own = len(self.own)
+        return self.own[expert] if expert < num_own else self.copies[expert - num_own]
 
 
 def lowest_and_shifts(weights: ExpertMatrices) -> tuple[Tensor, tuple[int, ...]]:

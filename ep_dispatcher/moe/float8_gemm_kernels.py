@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
 from ep_dispatcher.moe.grouped_gemm_kernels import (
     BLOCK,
     activation_value,
-    address_table,
     cdiv,
     linear_value,
 )

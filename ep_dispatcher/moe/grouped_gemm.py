@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,18 +42,24 @@ def linear(
     ends: Tensor,
     bias: ExpertMatrices | None = None,
     row_weights: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    first_expert: int = 0,
 ) -> Tensor:
     """Return [num_rows, n] of the rows' dtype: rows [num_rows, k] times weights[e] [n, k], laid out as in nn.Linear.
 
     bias: [n] for each expert, added to the sums in float32. row_weights: float32 [num_rows], multiplies the bias
+    out: gets the results; None: new memory. first_expert: the expert of weights[0], while bias has all experts. Rows of
+    other experts than those of weights are left out
     """
-    out = rows.new_empty(rows.shape[0], matrix_shape(weights)[0])
+    if out is None:
+        out = rows.new_empty(rows.shape[0], matrix_shape(weights)[0])
     if has_kernels(rows):
-        options = dict(transposed=True, bias=stack_bias(bias), row_weights=row_weights)
-        kernels().multiply(rows, weights, ends, out, **options)
+        options: dict[str, Any] = dict(bias=stack_bias(bias), row_weights=row_weights, first_expert=first_expert)
+        kernels().multiply(rows, weights, ends, out, transposed=True, **options)
         return out
-    for expert, expert_rows in rows_by_expert(ends):
-        torch.mm(rows[expert_rows], weights[expert].t(), out=out[expert_rows])
+    for weight, (expert, expert_rows) in zip(weights, rows_by_expert(ends, first_expert)):
+        torch.mm(rows[expert_rows], weight.t(), out=out[expert_rows])
         if bias is not None:
             bias_rows = weighted_bias(bias, expert, expert_rows, row_weights)
             out[expert_rows] = (out[expert_rows].float() + bias_rows).to(out.dtype)
@@ -74,33 +81,48 @@ def stack_bias(bias: ExpertMatrices | None) -> Tensor | None:
     return torch.stack(tuple(bias))
 
 
-def linear_grad_rows(grad: Tensor, weights: ExpertMatrices, ends: Tensor) -> Tensor:
-    """Return [num_rows, k], the gradient of `linear`'s rows: grad [num_rows, n] times weights[e] [n, k]."""
-    out = grad.new_empty(grad.shape[0], matrix_shape(weights)[1])
+def linear_grad_rows(
+    grad: Tensor, weights: ExpertMatrices, ends: Tensor, *, out: Tensor | None = None, first_expert: int = 0
+) -> Tensor:
+    """Return [num_rows, k], the gradient of `linear`'s rows: grad [num_rows, n] times weights[e] [n, k].
+
+    out, first_expert: as in `linear`
+    """
+    if out is None:
+        out = grad.new_empty(grad.shape[0], matrix_shape(weights)[1])
     if has_kernels(grad):
-        kernels().multiply(grad, weights, ends, out, transposed=False)
+        kernels().multiply(grad, weights, ends, out, transposed=False, first_expert=first_expert)
         return out
-    for expert, expert_rows in rows_by_expert(ends):
-        torch.mm(grad[expert_rows], weights[expert], out=out[expert_rows])
+    for weight, (_, expert_rows) in zip(weights, rows_by_expert(ends, first_expert)):
+        torch.mm(grad[expert_rows], weight, out=out[expert_rows])
     return out
 
 
-def linear_grad_weights(sets: Sequence[WeightGradInputs], out: ExpertMatrices, *, accumulate: bool) -> None:
+def linear_grad_weights(
+    sets: Sequence[WeightGradInputs],
+    out: ExpertMatrices,
+    *,
+    accumulate: bool,
+    first_expert: int = 0,
+    held: Tensor | None = None,
+) -> None:
     """Write the gradient of `linear`'s weights into out[e] [n, k] of each expert, or add it to what out holds.
 
     sets: one or two sets of grad [num_rows, n], rows [num_rows, k] and ends. The rows of both sets are summed before
     the sums are rounded. out has float32 or the rows' dtype. An expert without rows gets zeros.
+    first_expert: the expert of out[0]. There may be more experts behind those of out.
+    held: int32 [len(out), 3], contiguous. Where held[e, 0] is negative, out[e] is of no use, and may stay as it is
     """
     _, first_rows, _ = sets[0]
     if has_kernels(first_rows):
-        kernels().outer_products(sets, out, accumulate=accumulate)
+        kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
         return
     expert_grads: list[list[Tensor]] = [[] for _ in out]  # for each expert, the parts of all sets
     expert_inputs: list[list[Tensor]] = [[] for _ in out]
     for grad, rows, ends in sets:
-        for expert, expert_rows in rows_by_expert(ends):
-            expert_grads[expert].append(grad[expert_rows])
-            expert_inputs[expert].append(rows[expert_rows])
+        for i, (_, expert_rows) in zip(range(len(out)), rows_by_expert(ends, first_expert)):
+            expert_grads[i].append(grad[expert_rows])
+            expert_inputs[i].append(rows[expert_rows])
     for expert_out, grads, inputs in zip(out, expert_grads, expert_inputs):
         # Autocast would cast this product; the other ones have an `out=`, so it leaves them alone.
         with torch.autocast(first_rows.device.type, enabled=False):
@@ -108,24 +130,26 @@ def linear_grad_weights(sets: Sequence[WeightGradInputs], out: ExpertMatrices, *
         _write(expert_out, grad_weights, accumulate)
 
 
-def linear_grad_bias(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulate: bool) -> None:
+def linear_grad_bias(
+    sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulate: bool, first_expert: int = 0
+) -> None:
     """Write the gradient of `linear`'s bias into out[e] [n] of each expert, or add it to what out holds.
 
     sets: one or two sets of grad [num_rows, n], ends, and row_weights float32 [num_rows] or None. The rows of both sets
     are summed in float32 before the sums are rounded. out has float32 or the rows' dtype. An expert without rows gets
-    zeros.
+    zeros. first_expert: as in `linear_grad_weights`.
     """
     first_grad, _, _ = sets[0]
     if has_kernels(first_grad):
-        kernels().bias_grads(sets, out, accumulate=accumulate)
+        kernels().bias_grads(sets, out, accumulate=accumulate, first_expert=first_expert)
         return
     sums = torch.zeros(len(out), out[0].shape[0], dtype=torch.float32, device=out[0].device)
     for grad, ends, row_weights in sets:
-        for expert, expert_rows in rows_by_expert(ends):
+        for expert_sum, (_, expert_rows) in zip(sums, rows_by_expert(ends, first_expert)):
             weighted = grad[expert_rows].float()
             if row_weights is not None:
                 weighted = weighted * row_weights[expert_rows, None]
-            sums[expert] += weighted.sum(0)
+            expert_sum += weighted.sum(0)
     for expert_out, expert_sum in zip(out, sums):
         _write(expert_out, expert_sum, accumulate)
 
@@ -172,11 +196,12 @@ def _write(out: Tensor, grad: Tensor, accumulate: bool) -> None:
         out.copy_(grad)
 
 
-def rows_by_expert(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield each expert and the slice of its rows."""
+def rows_by_expert(ends: Tensor, first_expert: int = 0) -> Iterator[tuple[int, slice]]:
+    """Yield each expert from first_expert on, and the slice of its rows."""
     begin = 0
     for expert, end in enumerate(ends.tolist()):
-        yield expert, slice(begin, end)
+        if expert >= first_expert:
+            yield expert, slice(begin, end)
         begin = end
 
 

@@ -11,7 +11,6 @@ bytes. A tile at the end of an expert's rows also reads rows of the next expert;
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,11 +22,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
     BiasGradInputs,
     ExpertMatrices,
     WeightGradInputs,
+    WithCopies,
     lowest_and_shifts,
 )
 
@@ -115,13 +116,16 @@ def multiply(
     row_weights: Tensor | None = None,
     scales: Tensor | None = None,
     weight_scales: ExpertMatrices | None = None,
+    first_expert: int = 0,
 ) -> None:
     """out[r] = rows[r] @ weights[e].T + row_weights[r] * bias[e], or rows[r] @ weights[e] where not `transposed`.
 
     scales, weight_scales: those of float8 rows and weights, as in float8_gemm; only with `transposed`
+    first_expert: the expert of weights[0]. Only rows of the experts that weights has are computed. There are few of
+    them unless it is 0
     """
     num_rows, length = rows.shape
-    columns, experts = out.shape[1], len(ends)
+    columns, experts = out.shape[1], len(weights)
     if not num_rows:
         return
     has_few_rows = num_rows <= FEW_ROWS * experts
@@ -137,9 +141,18 @@ def multiply(
         else:
             addresses, _ = address_table(weight_scales, rows.device)
             weight_scale_arguments = weight_scales[0], addresses, None, weight_scales[0].stride(0)
-    descriptor, shifts, first, step = describe_weights(weights, [tile.n, tile.k] if transposed else [tile.k, tile.n])
+    block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
+    # The kernel's copies, copy_shifts, copy_first, copy_step and num_own.
+    copy_arguments: tuple[Any, ...] = (None, None, None, None, None)
+    if isinstance(weights, WithCopies):
+        copy_arguments = *describe_weights(weights.copies, block), len(weights.own)
+        weights = weights.own
+    descriptor, shifts, first, step = describe_weights(weights, block)
     max_row_tiles = num_rows // tile.m + min(experts, num_rows)  # the rows of each expert may end in a partial tile
-    _multiply[max_row_tiles * cdiv(columns, tile.n),](
+    max_tiles = max_row_tiles * cdiv(columns, tile.n)
+    if first_expert:  # nearly all of these programs would find no tile, which takes longer than the few tiles
+        max_tiles = min(max_tiles, _num_sms(rows.device))
+    _multiply[max_tiles,](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
@@ -155,21 +168,30 @@ def multiply(
         first,
         step,
         experts,
+        first_expert,
+        *copy_arguments,
+        LOOPS=first_expert > 0,
         EXPERTS=next_power_of_2(experts),
         TRANSPOSED=transposed,
         **tile.options(),
     )
 
 
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @triton.jit
-def find_tile(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile(pid, ends, num_rows, experts, others, skipped, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Find a tile by its number: its expert, the expert's first row and end, and its number within the expert.
 
-    `others`: the number of tiles side by side in a row of tiles. The expert is `experts` if there is no such tile.
+    `others`: the number of tiles side by side in a row of tiles. `skipped`: the first row of the first expert. The
+    expert is `experts` if there is no such tile.
     """
     e = tl.arange(0, EXPERTS)
     end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
-    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), skipped), num_rows)
     tiles = tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
     upto = tl.cumsum(tiles)
     expert = tl.minimum(tl.sum((upto <= pid).to(tl.int32)), experts)
@@ -188,8 +210,44 @@ def place_tile(number, m_tiles, n_tiles, DOWN: tl.constexpr):
     return first + number % in_column, number // in_column
 
 
+@triton.jit
+def _products(
+    rows,
+    weights,
+    shift,
+    row,
+    column,
+    length,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Return a tile of products without scales."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, length, BLOCK_K):
+        a = rows.load([row, k])
+        if TRANSPOSED:
+            b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
+        total = tl.dot(a, b, total)
+    return total
+
+
 # Numbers that change from step to step must not cause a compilation.
-@triton.jit(do_not_specialize=["num_rows", "first", "step", "weight_scale_step", "weight_scale_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "first",
+        "step",
+        "weight_scale_step",
+        "weight_scale_stride",
+        "first_expert",
+        "copy_first",
+        "copy_step",
+    ]
+)
 def _multiply(
     rows,
     weights,
@@ -209,6 +267,13 @@ def _multiply(
     first,
     step,
     experts,
+    first_expert,
+    copies,
+    copy_shifts,
+    copy_first,
+    copy_step,
+    num_own,
+    LOOPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -216,37 +281,77 @@ def _multiply(
     DOWN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
+    """Compute one tile. With LOOPS each program computes several, and the rows before first_expert are skipped."""
     n_tiles = tl.cdiv(columns, BLOCK_N)
-    expert, begin, end, number = find_tile(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
-    if expert >= experts:
-        return
-    i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
-    row, column = begin + i * BLOCK_M, j * BLOCK_N
-    shift = first + expert * step if shifts is None else tl.load(shifts + expert)
-    if scales is not None:
-        tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step has one scale of a weight")
-        row_m = row + tl.arange(0, BLOCK_M)
-        inside_m = row_m < end
-        if scale_addresses is None:  # one tensor of all experts
-            weight_scale = weight_scales + expert * weight_scale_step
+    if LOOPS:
+        skipped = tl.load(ends + first_expert - 1)
+        num_tiles = _count_row_tiles(ends + first_expert, num_rows, experts, skipped, EXPERTS, BLOCK_M) * n_tiles
+        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            expert, begin, end, number = find_tile(
+                tile, ends + first_expert, num_rows, experts, n_tiles, skipped, EXPERTS, BLOCK_M
+            )
+            i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
+            row, column = begin + i * BLOCK_M, j * BLOCK_N
+            shift = first + expert * step if shifts is None else tl.load(shifts + expert)
+            total = _products(rows, weights, shift, row, column, length, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+            _store_tile(
+                total, out, bias, row_weights, first_expert + expert, row, column, end, columns, BLOCK_M, BLOCK_N
+            )
+    else:
+        expert, begin, end, number = find_tile(tl.program_id(0), ends, num_rows, experts, n_tiles, 0, EXPERTS, BLOCK_M)
+        if expert >= experts:
+            return
+        i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
+        row, column = begin + i * BLOCK_M, j * BLOCK_N
+        if scales is not None:
+            tl.static_assert(copies is None, "no copies have scales")
+            tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step has one scale of a weight")
+            row_m = row + tl.arange(0, BLOCK_M)
+            inside_m = row_m < end
+            if scale_addresses is None:  # one tensor of all experts
+                weight_scale = weight_scales + expert * weight_scale_step
+            else:
+                weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype)
+            weight_scale += column // BLOCK * weight_scale_stride
+            row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
+            shift = first + expert * step if shifts is None else tl.load(shifts + expert)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(0, length, BLOCK_K):
+                a = rows.load([row, k])
+                if TRANSPOSED:
+                    b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
+                else:
+                    b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
+                part = tl.dot(a, b)
+                factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
+                total += part * factor[:, None]
         else:
-            weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype)
-        weight_scale += column // BLOCK * weight_scale_stride
-        row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, length, BLOCK_K):
-        a = rows.load([row, k])
-        if TRANSPOSED:
-            b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
-        if scales is None:
-            total = tl.dot(a, b, total)
-        else:
-            part = tl.dot(a, b)
-            factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
-            total += part * factor[:, None]
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # after the loop, which needs the registers
+            if copies is None or expert < num_own:
+                shift = first + expert * step if shifts is None else tl.load(shifts + expert)
+                matrices = weights
+            else:  # redundant copies of experts are further away than a descriptor reaches, so they have their own
+                copy = expert - num_own
+                shift = copy_first + copy * copy_step if copy_shifts is None else tl.load(copy_shifts + copy)
+                matrices = copies
+            total = _products(rows, matrices, shift, row, column, length, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        _store_tile(total, out, bias, row_weights, expert, row, column, end, columns, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _count_row_tiles(ends, num_rows, experts, skipped, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the number of tiles that follow each other down the rows of all experts. `skipped`: as in find_tile."""
+    e = tl.arange(0, EXPERTS)
+    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), skipped), num_rows)
+    return tl.sum(tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M), 0))
+
+
+@triton.jit
+def _store_tile(
+    total, out, bias, row_weights, expert, row, column, end, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Add the bias to a tile of `_multiply`, and store it."""
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if bias is not None:
         added = tl.load(bias + expert * columns + column + n, column + n < columns, 0).to(tl.float32)[None, :]
         if row_weights is not None:
@@ -257,8 +362,19 @@ def _multiply(
     tl.store(to, total.to(out.dtype.element_ty), inside)
 
 
-def outer_products(sets: Sequence[WeightGradInputs], out: ExpertMatrices, *, accumulate: bool) -> None:
-    """Store in out[e] [n, k] the sum of grad[r] [n] times rows[r] [k] over the rows of e in all sets, or add it."""
+def outer_products(
+    sets: Sequence[WeightGradInputs],
+    out: ExpertMatrices,
+    *,
+    accumulate: bool,
+    first_expert: int = 0,
+    held: Tensor | None = None,
+) -> None:
+    """Store in out[e] [n, k] the sum of grad[r] [n] times rows[r] [k] over the rows of e in all sets, or add it.
+
+    first_expert: the expert of out[0]
+    held: int32 [len(out), 3], contiguous: leave out[e] as it is if held[e, 0] is negative
+    """
     first_grad, first_rows, _ = sets[0]
     n, k, experts = first_grad.shape[1], first_rows.shape[1], len(out)
     sets = [(grad, rows, ends) for grad, rows, ends in sets if grad.shape[0]]
@@ -281,6 +397,8 @@ def outer_products(sets: Sequence[WeightGradInputs], out: ExpertMatrices, *, acc
         num_rows,
         n,
         k,
+        first_expert,
+        held,
         *second_set,
         ACCUMULATE=accumulate,
         ALIGNED=is_aligned,
@@ -298,46 +416,6 @@ def _describe_rows(inputs: WeightGradInputs, tile: Tile) -> tuple[TensorDescript
         ends,
         grad.shape[0],
     )
-
-
-def address_table(matrices: ExpertMatrices, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the addresses of the matrices, int64 on the device, and whether all are multiples of 16."""
-    if isinstance(matrices, Tensor):
-        step = matrices.stride(0) * matrices.element_size()
-        return _evenly_spaced_table(matrices.data_ptr(), step, len(matrices), device)
-    addresses = tuple([matrix.data_ptr() for matrix in matrices])
-    table = _address_tables.get((addresses, device))
-    if table is None:
-        table = _make_address_table(addresses, device)
-    return table
-
-
-# Tables that were copied to a device.
-_address_tables: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, bool]] = {}
-MOST_ADDRESS_TABLES = 4096
-
-
-def _make_address_table(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
-    """Make a table of addresses. While a CUDA graph is captured nothing can be copied from the host.
-
-    During a capture gradients are new, and lie side by side in one piece of memory. So their table is computed on the
-    GPU. It belongs to the graph, because only replays of the graph write it.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        steps = {after - before for before, after in itertools.pairwise(addresses)} or {16}
-        if len(steps) == 1:
-            return _evenly_spaced_table(addresses[0], steps.pop(), len(addresses), device)
-    table = torch.tensor(addresses, dtype=torch.int64, device=device)
-    if len(_address_tables) >= MOST_ADDRESS_TABLES:
-        _address_tables.clear()
-    is_aligned = all(address % 16 == 0 for address in addresses)
-    return _address_tables.setdefault((addresses, device), (table, is_aligned))
-
-
-def _evenly_spaced_table(begin: int, step: int, count: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Return `address_table` for matrices at begin, begin + step and so on, without a copy from the host."""
-    addresses = torch.arange(begin, begin + count * step, step, dtype=torch.int64, device=device)
-    return addresses, not (begin % 16 or step % 16)
 
 
 @triton.jit
@@ -362,7 +440,7 @@ def _add_products(total, grad, rows, begin, end, row, column, BLOCK_K: tl.conste
 
 
 # Without HAS_SECOND_SET the arguments of the second set are constants, and the kernel has one loop.
-@triton.jit(do_not_specialize=["num_second_rows"])
+@triton.jit(do_not_specialize=["first_expert", "num_second_rows"])
 def _outer_products(
     grad,
     rows,
@@ -372,6 +450,8 @@ def _outer_products(
     num_rows,
     n,
     k,
+    first_expert,
+    held,
     second_grad,
     second_rows,
     second_ends,
@@ -387,9 +467,12 @@ def _outer_products(
     m_tiles, n_tiles = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     pid = tl.program_id(0)
     expert, number = pid // (m_tiles * n_tiles), pid % (m_tiles * n_tiles)
-    begin, end = _expert_rows(expert, ends, num_rows)
+    begin, end = _expert_rows(first_expert + expert, ends, num_rows)
     if HAS_SECOND_SET:
-        second_begin, second_end = _expert_rows(expert, second_ends, num_second_rows)
+        second_begin, second_end = _expert_rows(first_expert + expert, second_ends, num_second_rows)
+    if held is not None:
+        if tl.load(held + 3 * expert) < 0:
+            return
     if ACCUMULATE:
         is_empty = begin == end
         if HAS_SECOND_SET:
@@ -422,8 +505,11 @@ def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
     tl.store(to, tile.to(to.dtype.element_ty), inside)
 
 
-def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulate: bool) -> None:
-    """Store in out[e] [n] the sum of row_weights[r] * grad[r] [n] over the rows of e in all sets, or add it."""
+def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulate: bool, first_expert: int = 0) -> None:
+    """Store in out[e] [n] the sum of row_weights[r] * grad[r] [n] over the rows of e in all sets, or add it.
+
+    first_expert: the expert of out[0]
+    """
     grad, ends, row_weights = sets[0]
     second_set: tuple[Any, ...] = (None, None, None, 0)  # grad, ends, row_weights and the number of rows
     if len(sets) > 1:
@@ -440,6 +526,7 @@ def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulat
         out[0],
         addresses,
         n,
+        first_expert,
         ROWS=BIAS_ROWS,
         COLUMNS=BIAS_COLUMNS,
         WEIGHTED=row_weights is not None,
@@ -450,10 +537,19 @@ def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulat
 
 @triton.jit
 def _add_rows(
-    total, grad, ends, row_weights, num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr
+    total,
+    grad,
+    ends,
+    row_weights,
+    num_rows,
+    n,
+    first_expert,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     """Add the rows of an expert to the sums of a block of columns."""
-    begin, end = _expert_rows(tl.program_id(0), ends, num_rows)
+    begin, end = _expert_rows(first_expert + tl.program_id(0), ends, num_rows)
     i, j = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(begin, end, ROWS):
         row = first + i
@@ -465,7 +561,7 @@ def _add_rows(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_second_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_second_rows", "first_expert"])
 def _bias_grads(
     grad,
     ends,
@@ -478,6 +574,7 @@ def _bias_grads(
     out,
     addresses,
     n,
+    first_expert,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -485,10 +582,19 @@ def _bias_grads(
     ACCUMULATE: tl.constexpr,
 ):
     total = tl.zeros((COLUMNS,), tl.float32)
-    total = _add_rows(total, grad, ends, row_weights, num_rows, n, ROWS, COLUMNS, WEIGHTED)
+    total = _add_rows(total, grad, ends, row_weights, num_rows, n, first_expert, ROWS, COLUMNS, WEIGHTED)
     if HAS_SECOND_SET:
         total = _add_rows(
-            total, second_grad, second_ends, second_row_weights, num_second_rows, n, ROWS, COLUMNS, WEIGHTED
+            total,
+            second_grad,
+            second_ends,
+            second_row_weights,
+            num_second_rows,
+            n,
+            first_expert,
+            ROWS,
+            COLUMNS,
+            WEIGHTED,
         )
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     to = tl.load(addresses + tl.program_id(0)).to(out.dtype) + j

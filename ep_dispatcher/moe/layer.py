@@ -95,6 +95,8 @@ class MoELayer(nn.Module):
             quantize=quantize,
         )
         if experts is not None:
+            if buffer.redundant_experts_per_rank:
+                checks.refuse("buffer has redundant experts, whose copies only the layer's own experts have: give none")
             _refuse_with_experts(intermediate, bias, options)
             if router is not None and (device is not None or dtype is not None):
                 raise ValueError(
@@ -194,6 +196,10 @@ class MoELayer(nn.Module):
         """
         from ep_dispatcher.moe.fsdp import shard_experts
 
+        if self.buffer.redundant_experts_per_rank:
+            checks.refuse(
+                "buffer has redundant experts, whose weights have to be whole on their rank: do not shard them"
+            )
         if not isinstance(self.experts, nn.Module):
             raise ValueError("experts is a function, so the layer does not know their parameters: give a module")
         sharded = shard_experts(
@@ -230,7 +236,7 @@ class TopKRouter(nn.Module):
     def __init__(self, buffer: Buffer, device: Device, dtype: Dtype):
         super().__init__()
         config, self.num_topk = buffer.config, buffer.config.num_topk
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(buffer.num_experts, config.hidden, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -270,7 +276,7 @@ class MLPExperts(nn.Module):
     def extra_repr(self) -> str:
         config = self.buffer.config
         return (
-            f"num_experts={config.num_experts}, num_local_experts={self.buffer.num_local_experts}, "
+            f"num_experts={self.buffer.num_experts}, num_local_experts={self.buffer.num_local_experts}, "
             f"hidden={config.hidden}, intermediate={self.intermediate}, bias={self.b1 is not None}, "
             f"activation={self.options['activation']}"
         )

@@ -20,6 +20,7 @@ from ep_dispatcher.moe import activation as activations
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe import overlap as overlapping
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.balanced_mlp import balanced_mlp
 from ep_dispatcher.moe.expert_matrices import LINE_BYTES
 from ep_dispatcher.moe.gradients import mean_gradient
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
@@ -130,6 +131,13 @@ def moe_mlp(
         w1, w2 = _aligned("w1", w1), _aligned("w2", w2)
     parameters = Parameters(w1, w2, b1, b2)
     options: dict[str, Any] = dict(activation=activation, keep_activated=keep_activated)
+    if buffer.redundant_experts_per_rank:
+        _check_balanced(is_eager, num_parts, quantize)
+        # Slots copy the memory of each expert as it lies.
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
+        parameters = Parameters(w1.contiguous(), w2.contiguous(), b1, b2)
+        with torch.cuda.device_of(x):
+            return balanced_mlp(buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, **options)
     if has_kernels or quantize is not None or (is_eager and num_parts > 1):
         with torch.cuda.device_of(x):
             if quantize is not None:
@@ -158,6 +166,17 @@ def _check_quantize(
     if dtype != torch.bfloat16 or hidden % line or intermediate % line:
         given = f"{quantize!r} with {dtype}, hidden {hidden}, intermediate {intermediate}"
         checks.refuse(f"quantize is {given}, but needs torch.bfloat16 and, on a GPU, multiples of {LINE_BYTES}")
+
+
+def _check_balanced(is_eager: bool, num_parts: int, quantize: str | None) -> None:
+    """Refuse what does not go with redundant experts."""
+    given = "buffer has redundant experts, which"
+    if not is_eager:
+        checks.refuse(f"{given} cannot run where something looks at operators, as torch.compile does")
+    if num_parts > 1:
+        checks.refuse(f"{given} run in one part, but num_parts is {num_parts}")
+    if quantize is not None:
+        checks.refuse(f"{given} have bfloat16, float16 or float32 weights, but quantize is {quantize!r}")
 
 
 def check_options(buffer: Buffer, intermediate: int, options: dict[str, Any]) -> dict[str, Any]:

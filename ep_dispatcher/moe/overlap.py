@@ -86,6 +86,8 @@ def no_overlap_reason(buffer: Buffer, num_parts: int | None = None) -> str | Non
 def _one_part_reason(buffer: Buffer) -> str | None:
     """Return why one part is the default. It depends only on settings that are the same on all ranks."""
     config = buffer.config
+    if config.redundant_experts_per_rank:
+        return "its experts have redundant copies"
     reason = _no_kernels_reason(buffer)
     if reason is None and config.topology.num_nodes == 1:
         return "its ranks are one node"

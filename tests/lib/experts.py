@@ -93,10 +93,11 @@ def without_grouped_mm():
         yield
 
 
-def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, matrices=None, **options):
+def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, matrices=None, redundant: int = 0, **options):
     """Return y, and the gradients of x, topk_weights and matrices; the loss is y times fixed random numbers.
 
     matrices: w1 and w2, or these and b1 and b2, of all experts; None: those of ``weights_of``
+    redundant: redundant experts of each rank, with copies of any size
     """
     device = device_of(engine, rank)
     own = [one.contiguous() for one in of_rank(case, rank, matrices or weights_of(case))]
@@ -109,7 +110,10 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, matrices
         return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **biases, **options)
 
     around = {"fixed rows": uninitialised_memory_is_nan, "loop": without_grouped_mm}
-    with make_buffer(case, engine, MAX_TOKENS) as buffer, around.get(how, contextlib.nullcontext)():
+    sizes = dict(redundant_experts_per_rank=redundant)
+    with make_buffer(case, engine, MAX_TOKENS, **sizes) as buffer, around.get(how, contextlib.nullcontext)():
+        if redundant:
+            buffer.balancer().smallest_copy = 1
         if how == "recomputed":
             y = checkpoint(forward, *leaves, use_reentrant=False)
         elif how.startswith("compiled"):

@@ -351,13 +351,15 @@ class CpuEngine(Engine):
     def destroy(self) -> None:
         self.health.stop(self._connections.interrupt, self._connections.free)
 
-    def check_routing(self, topk_idx: Tensor) -> None:
+    def check_routing(self, topk_idx: Tensor, num_experts: int | None = None) -> None:
         check_memory("topk_idx", topk_idx)
         topk_idx = as_addressable("topk_idx", topk_idx).long()
         num_tokens, num_topk = topk_idx.shape
-        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self.config.num_experts)
+        if num_experts is None:
+            num_experts = self.config.num_experts
+        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, num_experts)
         if entry is not None:
-            raise self.config.wording.reword(checks.invalid_entry_error(entry, self.config.num_experts))
+            raise self.config.wording.reword(checks.invalid_entry_error(entry, num_experts))
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with self.config.wording:

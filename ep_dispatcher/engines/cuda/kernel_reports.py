@@ -85,7 +85,8 @@ class KernelReports:
     def _error_of(self, kind: str, detail: list[int], value: int, rows: list[tuple[int, int]]) -> ValueError:
         if kind == "bad_entry":
             token, k, repeated, _ = detail
-            return checks.invalid_entry_error((token, k, value, bool(repeated)), self._config.num_experts)
+            entry = token, k, self._config.logical_expert(value), bool(repeated)
+            return checks.invalid_entry_error(entry, self._config.num_logical_experts)
         if kind == "too_few_rows":
             return checks.too_few_rows_error(rows, value)
         if kind == "too_many_rows":

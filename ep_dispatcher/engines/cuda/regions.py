@@ -45,14 +45,15 @@ class PeerRegions:
     """``memory``: uint8 [num_bytes], the region of this rank; ``addresses``: of every rank's region, as mapped here.
 
     ``rail``: addresses of the rail peers' regions by node, 0 for those that are not mapped here.
+    ``name``: of memory beside the buffer's own, used once for each buffer.
     """
 
     compiled = _C_cuda
     allocates_together = False  # whether `allocate` waits for the other ranks
 
-    def __init__(self, config: EngineConfig, wire: str):
+    def __init__(self, config: EngineConfig, wire: str, name: str = ""):
         topology = config.topology
-        self._config, self.wire = config, wire
+        self._config, self.wire, self._name = config, wire, name
         # The ranks that map each other's regions, and this rank's place among them.
         self._members = topology.node_ranks if wire == "NCCL" else tuple(range(topology.num_ranks))
         self._place = self._members.index(topology.rank)
@@ -73,8 +74,8 @@ class PeerRegions:
         config, members = self._config, self._members
         addresses = [self.memory.data_ptr()]
         if len(members) > 1:
-            name = f"ep_dispatcher/{config.buffer_id}"  # used once
-            store = PrefixStore(f"from {members[0]}", config.store)
+            name = f"ep_dispatcher/{config.buffer_id}{self._name}"  # used once
+            store = PrefixStore(f"from {members[0]}{self._name}", config.store)
             among = Topology(self._place, (tuple(range(len(members))),))
             with self._naming_members():
                 self._symmetric = rendezvous(self.memory, among, store, name, config.timeout_s)

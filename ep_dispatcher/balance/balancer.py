@@ -1,0 +1,202 @@
+"""Balances the layers of one buffer: gathers counts, plans copies, and moves weights and gradients of copies.
+
+    forward     counts of all ranks -> plan of copies -> physical experts in topk_idx
+                push weights into slots, barrier; dispatch, experts, combine
+    backward    dispatch, push again, barrier; experts, gradients of copies, barrier, pull them; combine
+
+No flag and no protocol of its own: what orders the ranks are the operations of the buffer. When an operation is
+complete on a rank, every rank has entered it, so all that a rank did before it in its stream is done. The counts travel
+as the rows of a dispatch, which is such an operation too, and so is a barrier:
+
+    weights in slots    written by a push, after the gather of counts, or after a dispatch of rows; read after the
+                        barrier behind the push
+    gradients in slots  written after the dispatch of a backward; pulled after the barrier behind that; written again
+                        after the dispatch of the next backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import checks
+from ep_dispatcher.balance.planner import BalancePlan, BalanceSizes, count_choices, plan_copies, rewrite, why_not
+from ep_dispatcher.balance.slots import Slots
+from ep_dispatcher.engines.base import Engine
+from ep_dispatcher.handle import Handle
+from ep_dispatcher.memory import round_up
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+from ep_dispatcher.outputs import new_handle
+from ep_dispatcher.request import DispatchRequest
+from ep_dispatcher.topology import Topology
+
+MAX_SLOTS = 8  # of a rank
+SMALLEST_COPY = 256  # rows. Below that the bytes of the weights cost more than the rows save
+_COUNT_BYTES = 4
+
+
+def _row_bytes(num_experts: int) -> int:
+    """Return the bytes of a row of counts.
+
+    A barrier has shorter rows. So ranks that are a step apart differ in the bytes of a row, and the engine finds it.
+    """
+    return max(2 * checks.ROW_GRANULARITY, round_up(num_experts * _COUNT_BYTES, checks.ROW_GRANULARITY))
+
+
+def _count_rows(num_ranks: int, num_topk: int) -> int:
+    """Return how many tokens bring a row of counts to every rank, as each reaches num_topk ranks."""
+    return -(-num_ranks // num_topk)
+
+
+def check_redundant_experts(topology: Topology, num_slots: int, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    """Refuse redundant experts on a buffer of these sizes, whose num_experts are those of the router."""
+    given = f"redundant_experts_per_rank is {num_slots}"
+    reason = why_not(topology.num_ranks, topology.ranks_per_node, sizes["num_experts"], num_slots)
+    if reason is not None:
+        checks.refuse(f"{given}, which these sizes do not allow: {reason}")
+    if topology.ranks_per_node == 1:
+        checks.refuse(f"{given}, but every node has one rank, and copies stay inside a node: give 0")
+    row_bytes, needed = sizes["hidden"] * dtype.itemsize, _row_bytes(sizes["num_experts"])
+    if needed > row_bytes:
+        checks.refuse(
+            f"{given}, for which a row has to hold the counts of all experts: {needed} bytes, but hidden = "
+            f"{sizes['hidden']} in {dtype} has {row_bytes}"
+        )
+    num_tokens = _count_rows(topology.num_ranks, sizes["num_topk"])
+    if num_tokens > sizes["max_tokens_per_rank"]:
+        checks.refuse(
+            f"{given}, which needs max_tokens_per_rank of at least {num_tokens} with {topology.num_ranks} ranks and "
+            f"num_topk = {sizes['num_topk']}; it is {sizes['max_tokens_per_rank']}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """A routing whose experts are physical ones."""
+
+    topk_idx: Tensor  # int64 [num_tokens, num_topk]
+    plan: BalancePlan
+
+
+class Balancer:
+    """What ``ep.moe_mlp`` needs of a buffer with redundant experts. All methods but ``free`` are calls of all ranks.
+
+    sizes           what a plan of copies follows from
+    smallest_copy   rows: a smaller copy is not made. Set another number on all ranks alike
+    """
+
+    def __init__(self, engine: Engine, device: torch.device):
+        self._engine, self._device = engine, device
+        self.smallest_copy = SMALLEST_COPY
+        self._handle: Handle | None = None  # of the dispatch that gathers counts
+        self._slots: dict[tuple[object, ...], Slots] = {}  # by the shapes and the dtype of an expert's parameters
+        self._num_made = 0  # attempts to make some
+        self._last_use: torch.cuda.Event | None = None  # of any slot
+        self.totals: Tensor | None = None  # int64, one of each of BalanceStats's fields: every plan adds to it
+
+    @property
+    def smallest_copy(self) -> int:
+        return self._smallest_copy
+
+    @smallest_copy.setter
+    def smallest_copy(self, rows: int) -> None:
+        config = self._engine.config
+        self._smallest_copy = rows
+        self.sizes = BalanceSizes(
+            num_ranks=config.num_ranks,
+            ranks_per_node=config.ranks_per_node,
+            num_local_experts=config.num_own_experts,
+            num_slots=config.redundant_experts_per_rank,
+            smallest_copy=rows,
+            rank_at=tuple(rank for ranks in config.topology.nodes for rank in ranks),
+        )
+
+    def balance(self, topk_idx: Tensor) -> Balanced:
+        """Plan the copies of this microbatch. The host does not wait, but for the first time.
+
+        topk_idx   int32 or int64 [num_tokens, num_topk]: the router's experts, or -1
+        """
+        config, sizes = self._engine.config, self.sizes
+        own = torch.zeros(
+            _row_bytes(config.num_logical_experts) // _COUNT_BYTES, dtype=torch.int32, device=self._device
+        )
+        count_choices(topk_idx, config.num_logical_experts, out=own)
+        counts = self._gather(own)
+        plan = plan_copies(counts, sizes)
+        if self.totals is not None:
+            before, after = plan.rows.long()
+            numbers = [torch.ones_like(before[0]), before.sum(), before.max(), after.max()]
+            self.totals += torch.stack([*numbers, (plan.copies[..., 0] >= 0).sum()])
+        return Balanced(rewrite(topk_idx, counts, config.topology.rank, plan, sizes), plan)
+
+    def barrier(self) -> None:
+        """Let later work in the current stream of this rank follow all earlier work in that of every rank."""
+        self._gather(torch.zeros(checks.ROW_GRANULARITY // _COUNT_BYTES, dtype=torch.int32, device=self._device))
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return int32 [num_ranks, len(own)]: the row of every rank. It is a dispatch in rank layout."""
+        config, engine, handle = self._engine.config, self._engine, self._handle
+        rows = own.view(config.dtype).expand(_count_rows(config.num_ranks, config.num_topk), -1).contiguous()
+        if handle is not None:
+            request = DispatchRequest(
+                rows, plan=handle.plan, message_rows=handle.message_rows, layout="rank", num_rows=handle.num_rows
+            )
+            return engine.dispatch(request).rows.view(torch.int32)
+        with torch.inference_mode(False):  # the plan serves inside and outside of it
+            num_choices = rows.shape[0] * config.num_topk
+            ranks = torch.arange(num_choices, dtype=torch.int64, device=self._device)
+            to_rank = torch.where(ranks < config.num_ranks, ranks * config.num_local_experts, -1)
+            request = DispatchRequest(rows, topk_idx=to_rank.view(rows.shape[0], -1), layout="rank")
+            counted, engine.expert_tokens = engine.expert_tokens, None  # these are no tokens of the caller's
+            try:
+                received = engine.dispatch(request)
+            finally:
+                engine.expert_tokens = counted
+            self._handle = new_handle(engine, request, received)
+        return received.rows.view(torch.int32)
+
+    def slots_for(self, parameters: Sequence[ExpertMatrices]) -> Slots:
+        """Return the slots for experts with such parameters. The first time all ranks make them together.
+
+        parameters   of this rank's experts: each a tensor per expert, or one of them all
+        """
+        shapes, dtype = tuple(tuple(one[0].shape) for one in parameters), parameters[0][0].dtype
+        slots = self._slots.get((shapes, dtype))
+        if slots is None:
+            config, number = self._engine.config, self._num_made
+            self._num_made += 1  # also if it fails: names are used once
+            with torch.inference_mode(False):  # they serve inside and outside of it
+                slots = Slots(config, self._device, config.redundant_experts_per_rank, shapes, dtype, number)
+            self._slots[(shapes, dtype)] = slots
+        return slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of this rank's slots, of all shapes of experts that have run so far."""
+        return sum(slots.num_bytes for slots in self._slots.values())
+
+    @contextmanager
+    def using_slots(self) -> Iterator[None]:
+        """Let what happens inside follow earlier uses of slots on this rank, also those in another stream.
+
+        Uses in one CUDA graph follow each other, as in its stream. Between graphs the caller orders them.
+        """
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        if self._last_use is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last_use)
+        try:
+            yield
+        finally:
+            self._last_use = torch.cuda.current_stream(self._device).record_event()
+
+    def free(self) -> None:
+        """Free the slots."""
+        slots, self._slots = self._slots, {}
+        for one in slots.values():
+            one.free()

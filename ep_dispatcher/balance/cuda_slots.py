@@ -1,0 +1,118 @@
+"""The memory of expert slots on GPUs, which the ranks of a node map, and the copies into it and out of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher.balance.slot_layout import Piece, SlotLayout
+from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.cuda.regions import PeerRegions
+from ep_dispatcher.engines.cuda.streams import free_when_idle, wait_for_device
+from ep_dispatcher.moe.address_table import address_table
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+
+# Blocks of the kernels: few, as grouped GEMMs run beside them, and enough to fill NVLink (csrc/cuda/balance/slots.cu).
+PUSH_BLOCKS, PULL_BLOCKS = 24, 32
+_DTYPES = {
+    torch.float32: _C_cuda.DType.float32,
+    torch.bfloat16: _C_cuda.DType.bfloat16,
+    torch.float16: _C_cuda.DType.float16,
+}
+
+
+class CudaSlots:
+    """``memory``: uint8 [layout.num_bytes], of this rank. ``push`` launches a kernel, ``pull`` one for each dtype."""
+
+    def __init__(self, device: torch.device, config: EngineConfig, layout: SlotLayout, number: int):
+        self._config, self._layout = config, layout
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._regions: PeerRegions | None = PeerRegions(config, "NCCL", f"/slots/{number}")
+        self._node: _C_cuda.NodeSlots
+        self._tables: list[Tensor] = []  # of addresses that captured graphs read
+
+    def allocate(self) -> None:
+        """Allocate this rank's memory, and fill it with zeros, before another rank can write to it."""
+        if len(self._layout.shapes) > _C_cuda.max_slot_parameters:
+            given, most = len(self._layout.shapes), _C_cuda.max_slot_parameters
+            checks.fail("shapes", f"of {given} parameters", f"of at most {most} with engine='cuda'")
+        assert self._regions is not None
+        with torch.cuda.device(self._device):
+            self._regions.prepare(self._layout.num_bytes, 0)
+            self._regions.allocate()
+            self._regions.memory.zero_()
+        wait_for_device(self._device, self._config.timeout_s)
+
+    @property
+    def memory(self) -> Tensor:
+        assert self._regions is not None  # until `free`
+        return self._regions.memory
+
+    def attach(self) -> None:
+        """Map the memory of the other ranks of the node. All have allocated theirs."""
+        assert self._regions is not None
+        config, topology = self._config, self._config.topology
+        with torch.cuda.device(self._device):
+            self._regions.attach()
+        self._node = _C_cuda.NodeSlots(
+            regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
+            ranks=topology.node_ranks,
+            local_rank=topology.local_rank,
+            num_local_experts=config.num_own_experts,
+            num_slots=self._layout.num_slots,
+        )
+
+    def close_descriptors(self) -> None:
+        """Close nothing: PyTorch has closed them."""
+
+    def push(self, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
+        pieces = zip(self._layout.weights, parameters, strict=True)
+        with torch.cuda.device(self._device):
+            moves = [self._move(piece, matrices, piece.num_bytes) for piece, matrices in pieces]
+            _C_cuda.slots_push(self._node, copies.data_ptr(), moves, PUSH_BLOCKS, self._stream())
+
+    def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
+        moves, dtypes = [], []
+        with torch.cuda.device(self._device):
+            for piece, matrices in zip(self._layout.gradients, gradients, strict=True):
+                if matrices is not None:
+                    moves.append(self._move(piece, matrices, piece.num_elements))
+                    dtypes.append(_DTYPES[matrices[0].dtype])
+            _C_cuda.slots_pull(self._node, copies.data_ptr(), moves, dtypes, PULL_BLOCKS, self._stream())
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _move(self, piece: Piece, matrices: ExpertMatrices, size: int) -> tuple[int, int, int, int, int, int]:
+        """Return what a kernel has to know of one parameter (struct ExpertParameter in csrc/cuda/balance/slots.h)."""
+        return *self._located(matrices), size, piece.begin, piece.step
+
+    def _located(self, matrices: ExpertMatrices) -> tuple[int, int, int]:
+        """Return where the experts' matrices begin: a table of addresses or 0, the first address, and the step.
+
+        Without a table an expert's address is first + e * step, which needs no copy from the host.
+        """
+        if isinstance(matrices, Tensor):
+            return 0, matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
+        addresses = [matrix.data_ptr() for matrix in matrices]
+        steps = {after - before for before, after in itertools.pairwise(addresses)}
+        if len(steps) <= 1:
+            return 0, addresses[0], steps.pop() if steps else 0
+        table = address_table(matrices, self._device)[0]
+        if torch.cuda.is_current_stream_capturing():
+            self._tables.append(table)  # the cache of tables may be cleared before the graph is replayed
+        else:
+            table.record_stream(torch.cuda.current_stream(self._device))  # or before this kernel has ended
+        return table.data_ptr(), 0, 0
+
+    def free(self) -> None:
+        """Free this rank's memory once its GPU is idle. Other ranks keep what they have mapped."""
+        regions, self._regions = self._regions, None
+        if regions is not None:
+            free_when_idle(self._device, lambda: regions.free(is_sound=True), self._config.timeout_s)
+        self._tables = []

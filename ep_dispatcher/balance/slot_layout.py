@@ -1,0 +1,77 @@
+"""Where the copies of experts lie in the memory that a rank has for them: the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher.memory import round_up
+
+ALIGNMENT = 128  # bytes: every tensor of a slot begins at a multiple
+
+
+class Piece(NamedTuple):
+    """One parameter, or its gradient, in all slots of a rank: they follow each other at equal steps."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int  # bytes from the start of a rank's memory to slot 0
+    step: int  # bytes from one slot to the next
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def of_slots(self, memory: Tensor, num_slots: int) -> list[Tensor]:
+        """Return the views of this piece, one for each slot. memory: uint8, of one rank."""
+        begins = [self.begin + slot * self.step for slot in range(num_slots)]
+        return [memory[begin : begin + self.num_bytes].view(self.dtype).view(self.shape) for begin in begins]
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """First the weights of all parameters, then their gradients. shapes: of an expert's parameters, which have a dtype.
+
+    Gradients are float32, because they are parts of sums.
+    """
+
+    num_slots: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def _pieces(self) -> tuple[list[Piece], int]:
+        """Return the pieces of the weights and then those of the gradients, and the bytes of all."""
+        pieces, end = [], 0
+        for dtype in (self.dtype, torch.float32):
+            for shape in self.shapes:
+                step = round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
+                pieces.append(Piece(shape, dtype, end, step))
+                end += self.num_slots * step
+        return pieces, end
+
+    @property
+    def weights(self) -> list[Piece]:
+        return self._pieces[0][: len(self.shapes)]
+
+    @property
+    def gradients(self) -> list[Piece]:
+        return self._pieces[0][len(self.shapes) :]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pieces[1]
+
+
+def slot_layout(shapes: Sequence[Sequence[int]], dtype: torch.dtype, num_slots: int) -> SlotLayout:
+    return SlotLayout(num_slots, tuple(tuple(map(int, shape)) for shape in shapes), dtype)

@@ -1,0 +1,302 @@
+"""The layer of ``ep.moe_mlp`` on a buffer with redundant experts, as one node of autograd.
+
+balance/balancer.py says in which order ranks write and read the slots, and why that is safe. On a GPU weights and
+gradients of copies move in a side stream, beside the GEMMs of a rank's own experts:
+
+    main   plan | dispatch | w1 own | w1 copies, activation, w2 | combine
+    side          push       barrier ^
+
+    main   dispatch | w2 own        | w2 copies, activation | dw of copies | dw2  | dw1     | w1      | combine
+    side              push | barrier ^                                       barrier  pull dw2  pull dw1 ^
+
+``^`` is where the main stream waits for the side stream. dw are gradients of weights, and w1 stands for the product
+that gives the gradients of rows. A recompute has no plan to make, and pushes where the backward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ep_dispatcher import recompute
+from ep_dispatcher.arguments import dispatch_request
+from ep_dispatcher.autograd import backward_buffer, check_saved_plan
+from ep_dispatcher.balance.slots import Slots
+from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.engines.base import Engine
+from ep_dispatcher.handle import Handle
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, WithCopies
+from ep_dispatcher.moe.gradients import clear_unused_rows
+from ep_dispatcher.moe.grouped_mlp import (
+    Mlp,
+    Parameters,
+    RowGrads,
+    SavedForward,
+    activated_rows,
+    make_mlp,
+    write_parameter_grads,
+)
+from ep_dispatcher.outputs import new_handle
+from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest
+
+if TYPE_CHECKING:
+    from ep_dispatcher.engines.cuda.engine import CudaEngine
+
+T = TypeVar("T")
+
+_FIRST_PARAMETER_INPUT = 7  # of the node: before it come x to slots, then those of Mlp.autograd_inputs
+
+
+def balanced_mlp(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    parameters: Parameters,
+    max_recv_rows: int | None,
+    *,
+    handles: list[Handle] | None = None,
+    **options: Any,
+) -> Tensor:
+    """``ep.moe_mlp`` with redundant experts; parameters and options are those of grouped_mlp. Both were checked.
+
+    handles: with the one of an earlier call with this routing; an empty list gets a new one
+    """
+    if grouped_gemm.has_kernels(x):
+        grouped_gemm.kernels()  # an error here comes before anything is sent
+    mlp = make_mlp(x.dtype, parameters, **options)
+    engine, balancer = buffer.live_engine(), buffer.balancer()
+    request = dispatch_request(
+        engine,
+        x,
+        topk_idx,
+        topk_weights,
+        max_recv_rows=max_recv_rows,
+        label=buffer.label,
+        has_gradients=True,
+        is_balanced=True,
+    )
+    engine.check_routing(topk_idx, buffer.num_experts)
+    slots = balancer.slots_for(_given(parameters))
+    if handles is None:
+        handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request)
+    inputs = mlp.autograd_inputs(x, topk_weights)
+    return _BalancedMlp.apply(x, topk_weights, buffer, request, handles, mlp, slots, *inputs)
+
+
+def _given(parameters: Parameters) -> list[ExpertMatrices]:
+    """Return the parameters that are given, as slots take them."""
+    return [matrices for matrices in parameters if matrices is not None]
+
+
+def _in_order(own: Parameters, in_slots: Sequence[Sequence[Tensor]]) -> Parameters:
+    """Return what slots have for each parameter, by the parameter's name."""
+    rest = iter(in_slots)
+    w1, w2 = next(rest), next(rest)
+    b1 = None if own.b1 is None else next(rest)
+    return Parameters(w1, w2, b1, None if own.b2 is None else next(rest))
+
+
+def _with_copies(own: ExpertMatrices | None, copies: ExpertMatrices | None) -> WithCopies | None:
+    return None if own is None or copies is None else WithCopies(own, copies)
+
+
+class _BalancedMlp(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        buffer: Buffer,
+        request: DispatchRequest,
+        handles: list[Handle],
+        mlp: Mlp,
+        slots: Slots,
+        anchor: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        assert request.topk_idx is not None
+        engine, balancer, own = buffer.live_engine(), buffer.balancer(), mlp.parameters
+        in_slots = _in_order(own, slots.weights)
+        num_own = len(own.w1)
+        with balancer.using_slots(), _SideStream(engine, x) as side:
+            if handles:
+                copies = handles[0].copies
+                assert copies is not None  # as the handle is that of a layer with redundant experts
+                recompute.use_plan(request, handles[0])
+                received = side.run(engine.dispatch, request)
+                side.follow_main()
+                with side.current():
+                    slots.push(copies, _given(own))
+            else:
+                balanced = side.run(balancer.balance, request.topk_idx)
+                copies = balanced.plan.copies
+                side.follow_main()
+                with side.current():
+                    slots.push(copies, _given(own))
+                request = replace(request, topk_idx=balanced.topk_idx)
+                received = side.run(engine.dispatch, request)
+                handles.append(new_handle(engine, request, received, copies))
+            with side.current():
+                side.run(balancer.barrier)
+            rows, row_weights = received.rows, received.topk_weights
+            assert row_weights is not None  # as topk_weights was given
+            ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
+            b1, b2 = _with_copies(own.b1, in_slots.b1), _with_copies(own.b2, in_slots.b2)
+            hidden = grouped_gemm.linear(rows, own.w1, ends, own.b1)
+            side.main_waits()
+            grouped_gemm.linear(rows, in_slots.w1, ends, b1, out=hidden, first_expert=num_own)
+            activated = grouped_gemm.activate(hidden, row_weights, ends, mlp.activation)
+            results = grouped_gemm.linear(activated, WithCopies(own.w2, in_slots.w2), ends, b2, row_weights)
+            handle = handles[0]
+            sums = CombineRequest(results, handle.plan, x.shape[0], message_rows=handle.message_rows)
+            y = side.run(engine.combine, sums).x
+        saved = SavedForward(rows, row_weights, ends, hidden, activated if mlp.keep_activated else None)
+        ctx.save_for_backward(handle.plan, handle.message_rows, copies, *saved, *tensors)
+        ctx.mlp, ctx.buffer, ctx.slots, ctx.note = mlp, buffer, slots, buffer.backward_note
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, message_rows, copies, *others = ctx.saved_tensors
+        num_saved = len(SavedForward._fields)
+        saved, tensors = SavedForward(*others[:num_saved]), others[num_saved:]
+        plan, message_rows = check_saved_plan(plan, message_rows)
+        mlp: Mlp = ctx.mlp
+        slots: Slots = ctx.slots
+        own, buffer = mlp.saved_parameters(tensors), backward_buffer(ctx)
+        in_slots = _in_order(own, slots.weights)
+        engine, balancer = buffer.live_engine(), buffer.balancer()
+        ends, num_rows = saved.ends, saved.rows.shape[0]
+        with balancer.using_slots(), _SideStream(engine, grad) as side:
+            request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
+            grad_results = side.run(engine.dispatch, request).rows
+            side.follow_main()
+            with side.current():
+                slots.push(copies, _given(own))
+                side.run(balancer.barrier)
+            grad_activated = grouped_gemm.linear_grad_rows(grad_results, own.w2, ends)
+            side.main_waits()
+            grouped_gemm.linear_grad_rows(grad_results, in_slots.w2, ends, out=grad_activated, first_expert=len(own.w2))
+            grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
+                grad_activated,
+                saved.hidden,
+                saved.row_weights,
+                ends,
+                mlp.activation,
+                grad_results,
+                _with_copies(own.b2, in_slots.b2),
+            )
+            del grad_activated
+
+            def to_tokens() -> Combined:
+                grad_rows = grouped_gemm.linear_grad_rows(grad_hidden, WithCopies(own.w1, in_slots.w1), ends)
+                clear_unused_rows(ends, grad_rows, grad_row_weights)
+                sums = CombineRequest(
+                    grad_rows, plan, grad.shape[0], topk_weights=grad_row_weights, message_rows=message_rows
+                )
+                return side.run(engine.combine, sums)
+
+            back = _Once(to_tokens if any(ctx.needs_input_grad[:2]) else None)
+
+            def write(out: Parameters, accumulate: bool) -> None:
+                row_grads = RowGrads(grad_results, grad_hidden)
+                inputs = [(saved._replace(activated=activated_rows(saved, mlp.activation)), row_grads)]
+                slot_grads = _in_order(own, slots.gradients)
+                held = copies[buffer.rank]
+                write_parameter_grads(inputs, mlp.activation, slot_grads, False, first_expert=len(own.w1), held=held)
+                side.follow_main()
+                with side.current():
+                    side.run(balancer.barrier)  # all ranks have written the gradients in their slots
+
+                def pull(**gradients: ExpertMatrices | None) -> None:
+                    side.follow_main()
+                    names = [name for name, matrices in own._asdict().items() if matrices is not None]
+                    with side.current():
+                        slots.pull(copies, [gradients.get(name) for name in names])
+
+                pull_w2 = partial(pull, w2=out.w2, b2=out.b2)
+                write_parameter_grads(inputs, mlp.activation, out, accumulate, between=pull_w2)
+                pull(w1=out.w1, b1=out.b1)
+                back.run()
+                side.main_waits()
+
+            needs_grad = any(ctx.needs_input_grad[_FIRST_PARAMETER_INPUT:])
+            parameter_grads = mlp.autograd_gradients(write, tensors, needs_grad)
+            combined = back.run()
+        grad_x, grad_topk_weights = (None, None) if combined is None else combined
+        return grad_x, grad_topk_weights, None, None, None, None, None, *parameter_grads
+
+
+class _Once:
+    """The combine of a backward: beside the pull of gradients where there is one, else at the end."""
+
+    def __init__(self, call: Callable[[], Combined] | None):
+        self._call, self._result = call, cast("Combined | None", None)
+
+    def run(self) -> Combined | None:
+        """Return the gradients of x and topk_weights, or None if nobody wants one. Only the first call moves them."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._result = call()
+        return self._result
+
+
+class _SideStream:
+    """The stream for weights and gradients of copies, beside the GEMMs. On a CPU each step takes its turn.
+
+    Operations of the buffer in both streams follow each other, as the engine orders them. Inside ``with``, an error
+    that other ranks may not have ends a buffer on a GPU, so that they learn of it at once.
+    """
+
+    def __init__(self, engine: Engine, t: Tensor):
+        self._engine = engine
+        self._main = self._side = None
+        self._is_in_operation = self._has_followed = False
+        if t.is_cuda:
+            cuda_engine = cast("CudaEngine", engine)
+            self._main, self._side = torch.cuda.current_stream(t.device), cuda_engine.side_stream()
+
+    def __enter__(self) -> _SideStream:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        is_of_all_ranks = self._is_in_operation and isinstance(error, ValueError)
+        if error is not None and self._side is not None and not is_of_all_ranks:
+            cast("CudaEngine", self._engine).give_up("ran the experts of a layer", error)
+        if self._has_followed:
+            self.main_waits()
+        if self._side is not None and not torch.cuda.is_current_stream_capturing():
+            self.follow_main()  # so that memory which is freed from here on is reused after its readers
+
+    def run(self, operation: Callable[..., T], *arguments: Any) -> T:
+        """Run an operation of the buffer. Its ValueErrors are those of all ranks."""
+        self._is_in_operation = True
+        result = operation(*arguments)
+        self._is_in_operation = False
+        return result
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make it the current stream."""
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def follow_main(self) -> None:
+        """Let the side stream wait for all that the main stream has been given so far."""
+        if self._side is not None and self._main is not None:
+            self._side.wait_stream(self._main)
+            self._has_followed = True
+
+    def main_waits(self) -> None:
+        """Let the main stream wait for all that the side stream has been given so far."""
+        if self._side is not None and self._main is not None:
+            self._main.wait_stream(self._side)

@@ -1,0 +1,275 @@
+"""Redundant experts: the results and gradients of the layer without them, with a lower fullest rank."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import exhaustive, on_ranks
+from lib.autograd import normal
+from lib.balance import EXPERTS_PER_RANK, HIDDEN, NUM_TOPK, fullest_over_mean, make_skewed_case
+from lib.dispatch_combine import make_buffer
+from lib.errors import assert_refused
+from lib.experts import (
+    INTERMEDIATE,
+    MAX_TOKENS,
+    NAMES,
+    compare_with_dense,
+    dense_results,
+    given_to,
+    layer,
+    of_rank,
+    weights_of,
+)
+from lib.moe_layer import gelu_experts
+
+import ep_dispatcher as ep
+from ep_dispatcher.tools.testing import device_of
+
+CLOSE = dict(rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, ranks_per_node, redundant, dtype, how",
+    [
+        (2, 2, 1, torch.float32, "plain"),
+        (4, 4, 1, torch.float32, "fixed rows"),
+        (4, 2, 1, torch.float32, "recomputed"),
+        (4, 4, 2, torch.float32, "keeps less"),
+        (4, 2, 1, torch.bfloat16, "fixed rows"),
+        exhaustive(3, 3, 1, torch.float16, "plain"),
+        exhaustive(4, 4, 3, torch.bfloat16, "recomputed"),
+        exhaustive(8, 4, 1, torch.float32, "plain"),
+    ],
+    ids=lambda value: str(value).removeprefix("torch.").replace(" ", "-"),
+)
+def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, redundant, dtype, how):
+    case, inputs = make_skewed_case(num_ranks, ranks_per_node, dtype)
+    run = partial(layer, redundant=redundant, max_recv_rows=300)
+    ranks = pools(num_ranks).run(run, engine, case, inputs, how)
+    compare_with_dense(ranks, case, inputs)
+    again = pools(num_ranks).run(run, engine, case, inputs, how)
+    for one, other in zip(ranks, again):
+        assert all(map(torch.equal, one, other))
+
+
+def test_biases_have_copies_too(pools, engine):
+    case, inputs = make_skewed_case(4, 2)
+    w1 = normal((case.num_experts, INTERMEDIATE, HIDDEN), 7) / HIDDEN**0.5
+    w2 = normal((case.num_experts, HIDDEN, INTERMEDIATE), 8) / INTERMEDIATE**0.5
+    matrices = [w1, w2, normal((case.num_experts, INTERMEDIATE), 9), normal((case.num_experts, HIDDEN), 10)]
+    run = partial(layer, redundant=1, activation="gelu")
+    ranks = pools(4).run(run, engine, case, inputs, "plain", matrices)
+    for seen, expected in zip(ranks, dense_results(case, inputs, matrices, gelu_experts), strict=True):
+        for name, value, right in zip((*NAMES, "b1", "b2"), seen, expected, strict=True):
+            torch.testing.assert_close(value, right, check_dtype=False, **CLOSE, msg=name)
+
+
+@on_ranks(4)
+def test_statistics_show_what_balancing_does(rank, engine):
+    """The same numbers on all ranks; the fullest rank has fewer rows than without copies."""
+    case, inputs = make_skewed_case(4, 4, tokens="some")
+    given = given_to(rank, engine, case, inputs)
+    with make_buffer(case, engine, inputs.most_tokens, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 16
+        assert buffer.stats() is None
+        for _ in range(2):
+            ep.moe_mlp(buffer, *given)
+        buffer.check()
+        stats = buffer.stats()
+    assert stats is not None and stats.balance is not None
+    found = stats.balance
+    assert (found.num_microbatches, found.num_ranks) == (2, 4)
+    assert found.rows == 2 * sum(int((idx >= 0).sum()) for idx in inputs.topk_idx)
+    assert found.num_copies > 0
+    assert found.imbalance_before == pytest.approx(fullest_over_mean(case, inputs.topk_idx))
+    assert found.imbalance_after < 1.1 < 1.5 < found.imbalance_before, found
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, (found, int(stats.tokens_per_expert.sum())))
+    assert [one for one, _ in everyone] == [found] * 4
+    assert max(tokens for _, tokens in everyone) == found.fullest_after
+
+
+@on_ranks(4)
+def test_a_balanced_routing_has_the_bits_of_a_buffer_without_redundant_experts(rank, engine):
+    case, inputs = make_skewed_case(4, 2, tokens="even")
+    num_tokens = len(inputs.x[rank])
+    in_turn = torch.arange(num_tokens * NUM_TOPK).view(num_tokens, NUM_TOPK) + rank
+    inputs.topk_idx[:] = [in_turn % case.num_experts] * 4
+    given = given_to(rank, engine, case, inputs)
+    results = []
+    for redundant in (1, 0):
+        leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+        with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=redundant) as buffer:
+            # One part, computed by the same kernels.
+            y = ep.moe_mlp(buffer, *leaves) if redundant else _without_operators(buffer, leaves)
+            y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    for name, one, other in zip(NAMES, *results, strict=True):
+        assert torch.equal(one, other), name
+
+
+def _without_operators(buffer: ep.Buffer, leaves: list[torch.Tensor]) -> torch.Tensor:
+    """The layer in grouped_mlp on every engine, as redundant experts run it."""
+    from ep_dispatcher.moe.grouped_mlp import Parameters
+    from ep_dispatcher.moe.mlp import run_grouped_nodes
+
+    x, topk_idx, topk_weights, w1, w2 = leaves
+    return run_grouped_nodes(buffer, x, topk_idx, topk_weights, Parameters(w1, w2), None, 1)
+
+
+@on_ranks(4)
+def test_several_microbatches_in_flight_keep_their_own_copies(rank, engine):
+    """Four layers on one buffer, three microbatches with other routings, backwards in the orders of schedules.
+
+    Every layer, microbatch and order has the gradients of that microbatch alone, bit by bit.
+    """
+    num_layers, seeds = 4, (3, 40, 77)
+    cases = [make_skewed_case(4, 2, tokens="even", seed=seed) for seed in seeds]
+    case = cases[0][0]
+    inputs = [given_to(rank, engine, *one) for one in cases]
+    for number, one in enumerate(inputs):  # other experts are hot in each microbatch
+        one[1] = torch.where(one[1] >= 0, (one[1] + 5 * number) % case.num_experts, -1)
+    device = device_of(engine, rank)
+    matrices = [[t.to(device) for t in of_rank(case, rank, [(1 + n / 4) * w for w in weights_of(case)])]
+                for n in range(num_layers)]  # fmt: skip
+
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+
+        def forward(given, layers):
+            x = given[0].detach().clone().requires_grad_()
+            y = x
+            for w1, w2 in layers:
+                y = ep.moe_mlp(buffer, y, given[1], given[2], w1, w2)
+            return x, y
+
+        def fresh():
+            return [[w.detach().clone().requires_grad_() for w in one] for one in matrices]
+
+        alone = []
+        for given in inputs:
+            layers = fresh()
+            x, y = forward(given, layers)
+            y.square().sum().backward()
+            alone.append([x.grad, *(w.grad for one in layers for w in one)])
+        # "f0": forward of microbatch 0, "b0": its backward.
+        for schedule in ("f0 f1 f2 b0 b1 b2", "f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0"):
+            layers, flying, grads = [fresh() for _ in seeds], {}, {}
+            for step in schedule.split():
+                number = int(step[1])
+                if step[0] == "f":
+                    flying[number] = forward(inputs[number], layers[number])
+                    continue
+                x, y = flying.pop(number)
+                y.square().sum().backward()
+                grads[number] = [x.grad, *(w.grad for one in layers[number] for w in one)]
+            for number, expected in enumerate(alone):
+                assert all(map(torch.equal, grads[number], expected)), (schedule, number)
+
+
+@pytest.mark.parametrize("wants", ["weights", "x"])
+@on_ranks(2)
+def test_only_some_gradients(rank, engine, wants):
+    """Where only weights, or only rows want a gradient, it is the one of a pass where both do."""
+    case, inputs = make_skewed_case(2, 2)
+    given = given_to(rank, engine, case, inputs)
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+        found = []
+        for wanted in ((0, 3, 4), (0,) if wants == "x" else (3, 4)):
+            leaves = [t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate(given)]
+            ep.moe_mlp(buffer, *leaves).square().sum().backward()
+            found.append([leaf.grad for leaf in leaves])
+    for both, some in zip(*found):
+        assert some is None or torch.equal(both, some)
+    assert any(grad is not None for grad in found[1])
+
+
+@on_ranks(2)
+def test_an_evaluation_comes_before_the_training(rank, engine):
+    """What the first pass makes under inference mode serves a backward too."""
+    case, inputs = make_skewed_case(2, 2)
+    given = given_to(rank, engine, case, inputs)
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+        with torch.inference_mode():
+            evaluated = ep.moe_mlp(buffer, *given)
+        leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+        y = ep.moe_mlp(buffer, *leaves)
+        y.square().sum().backward()
+        assert torch.equal(y, evaluated)
+        assert all(leaf.grad.isfinite().all() for leaf in leaves if leaf.requires_grad)
+
+
+@on_ranks(2)
+def test_a_layer_with_redundant_experts_learns_as_one_without(rank, engine):
+    """ep.MoELayer: gradients and a step of an optimizer, and the state_dict that a layer without them has."""
+    sizes = dict(hidden=HIDDEN, num_experts=6, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS, dtype=torch.float32)
+    found = []
+    for redundant in (0, 1):
+        with ep.Buffer(None, engine=engine, redundant_experts_per_rank=redundant, **sizes) as buffer:
+            if redundant:
+                buffer.balancer().smallest_copy = 1
+            torch.manual_seed(5)
+            one = ep.MoELayer(buffer, INTERMEDIATE, device=buffer.engine)
+            with torch.no_grad():  # some experts are chosen more often
+                one.router.weight.mul_(torch.linspace(4, 0.1, 6, device=buffer.engine)[:, None])
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.05, foreach=False)  # of DTensors and others
+            one(normal((40, HIDDEN), 30 + rank).to(buffer.device)).square().sum().backward()
+            grads = {f"grad of {name}": local(p.grad) for name, p in one.named_parameters()}
+            optimizer.step()
+            found.append(grads | {name: local(t) for name, t in one.state_dict().items()})
+    assert list(found[0]) == list(found[1])
+    for name, t in found[0].items():
+        torch.testing.assert_close(found[1][name], t, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, which may be a DTensor."""
+    return (t.to_local() if hasattr(t, "to_local") else t).detach().clone()
+
+
+@on_ranks(2)
+def test_what_does_not_go_with_redundant_experts_is_refused(rank, engine):
+    """Each by its name, before anything is sent: the buffer works afterwards."""
+    case, inputs = make_skewed_case(2, 2)
+    given = given_to(rank, engine, case, inputs)
+    x, topk_idx, topk_weights, w1, w2 = given
+    make = partial(make_buffer, case, engine, MAX_TOKENS)
+    for name, value in (("suspendable", True), ("mask_late_ranks", True), ("hidden", 4), ("ranks_per_node", 1)):
+        assert_refused("redundant_experts_per_rank", make, redundant_experts_per_rank=1, **{name: value})
+    for wrong in (-1, 9, 1.5, True):
+        assert_refused("redundant_experts_per_rank", make, redundant_experts_per_rank=wrong)
+    assert_refused("redundant_experts_per_rank", make, redundant_experts_per_rank=rank)  # differs between ranks
+    with make(redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+        for call in (buffer.dispatch, partial(ep.dispatch, buffer)):
+            assert_refused("redundant experts", call, x, topk_idx, topk_weights)
+        assert_refused("redundant experts", buffer.plan, topk_idx)
+        assert_refused("num_parts", ep.moe_mlp, buffer, *given, num_parts=2)
+        assert_refused("redundant experts", ep.MoELayer, buffer, experts=lambda rows, counts: rows)
+        assert ep.why_no_overlap(buffer) == "its experts have redundant copies"
+        assert (buffer.num_experts, buffer.num_local_experts) == (case.num_experts, EXPERTS_PER_RANK)
+        assert f"num_experts={case.num_experts}, redundant_experts_per_rank=1" in repr(buffer)
+        ep.moe_mlp(buffer, *given)
+    with make() as buffer:
+        assert_refused("redundant_experts_per_rank", buffer.balancer)
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "twice"])
+@on_ranks(2)
+def test_a_wrong_expert_is_named_as_the_router_knows_it(rank, engine, wrong):
+    case, inputs = make_skewed_case(2, 2, tokens="even")
+    given = given_to(rank, engine, case, inputs)
+    given[1] = given[1].clone()
+    given[1][2] = torch.tensor([0, 1, 6 if wrong == "unknown" else 0])
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+
+        def run():
+            ep.moe_mlp(buffer, *given, max_recv_rows=300)
+            buffer.check()
+
+        text = assert_refused("topk_idx[2, 2]", run)
+    assert wrong == "twice" or "is 6" in text and "0 to 5" in text, text
