@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_dispatcher import checks, envs
+from ep_dispatcher.balance.balancer import MAX_SLOTS
 from ep_dispatcher.integrations.megatron.dispatcher import registration
 
 PREFIX = "ep_dispatcher_"
@@ -54,6 +55,12 @@ ARGUMENTS = {
         checks.boolean,
         "overlap dispatch and combine with the grouped GEMMs where possible; a line says why other layers do not. All "
         "ranks must be given the same",
+    ),
+    "redundant_experts_per_rank": Argument(
+        int,
+        functools.partial(checks.integer, lowest=1, highest=MAX_SLOTS),
+        "with experts in grouped GEMMs: slots of each rank for redundant copies of hot experts of its node, which are "
+        "chosen anew in every microbatch. 1 is nearly as good as more. Default: no copies",
     ),
     "num_sms": Argument(
         int,
@@ -103,6 +110,10 @@ def rank_capacity_factor(config: Any) -> float | None:
     return None if experts_mode(config) == "megatron" else setting(config, "rank_capacity_factor")
 
 
+def redundant_experts_per_rank(config: Any) -> int:
+    return setting(config, "redundant_experts_per_rank") or 0
+
+
 def max_tokens_per_rank(config: Any) -> int | None:
     value = setting(config, "max_tokens_per_rank")
     return envs.max_tokens_per_rank() if value is None else value
@@ -127,6 +138,12 @@ def check(config: Any) -> None:
                 ARGUMENTS[name.removeprefix(PREFIX)].check(f"config.{name}", value)
     if setting(config, "overlap") and experts_mode(config) == "megatron":
         checks.fail(flag("experts"), "megatron", f"auto or grouped with {flag('overlap')}")
+    if redundant_experts_per_rank(config):
+        given = f"{flag('redundant_experts_per_rank')} is {redundant_experts_per_rank(config)}"
+        if experts_mode(config) == "megatron":
+            checks.refuse(f"{given}, which needs experts in grouped GEMMs, but {flag('experts')} is megatron")
+        if setting(config, "overlap"):
+            checks.refuse(f"{given}, which does not go with {flag('overlap')}: give one of them")
 
 
 def wrap_parse_known_args(old: Callable[..., Any]) -> Callable[..., Any]:

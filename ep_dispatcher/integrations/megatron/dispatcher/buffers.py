@@ -97,7 +97,8 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     num_tokens, hidden = hidden_states.shape
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
-    key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
+    redundant = arguments.redundant_experts_per_rank(config)
+    key = (group, hidden, hidden_states.dtype, num_experts, num_topk, redundant)
     buffers = registration.process_wide(Buffers)
     made, given_size = buffers.made.get(key), arguments.max_tokens_per_rank(config)
     if made and given_size is not None:
@@ -120,6 +121,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
                 max_tokens_per_rank=max_tokens,
                 dtype=hidden_states.dtype,
                 num_sms=megatron_config.num_sms(config),
+                redundant_experts_per_rank=redundant,
             )
         except ep.PeerTimeoutError as error:
             error.note = note

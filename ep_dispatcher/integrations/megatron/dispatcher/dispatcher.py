@@ -137,7 +137,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self._is_grouped = self.experts.is_grouped()
             experts_run_it = self.experts.can_run_dispatch(self.buffer)
             quantize = self.experts.quantize_blocks()
-        num_plans = 2 if experts_run_it else 1  # experts run a dispatch in two parts of the tokens
+        # Experts run a dispatch in two parts of the tokens, unless they have redundant copies.
+        num_plans = 2 if experts_run_it and not self.buffer.redundant_experts_per_rank else 1
         handles = []
         if kept_plan is not None and len(kept_plan.handles) == num_plans:
             handles = kept_plan.handles
@@ -207,7 +208,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 self.buffer.config.max_tokens_per_rank,
                 self.tp_ep_group.size(),
                 self.topk_idx.shape[1],
-                self.num_local_experts,
+                self.buffer.config.num_local_experts,
                 self.expert_alignment,
             )
             limit = max(rows, limit or 0)

@@ -258,6 +258,21 @@ def why_no_overlap(ours: MegatronExperts) -> str | None:
     return why_dispatch_cannot_be_left_to(ours)  # hooks would get other rows
 
 
+def why_no_copies(ours: MegatronExperts) -> str | None:
+    """Return why the experts of this layer cannot have redundant copies on other ranks."""
+    if ours.why_not is not None:
+        return f"its experts run Megatron's way: {ours.why_not}"
+    if ours.is_float8:
+        return "it runs in FP8"
+    if megatron_config.has_overlapped_wgrad(ours.config):
+        return f"{megatron_config.OVERLAPS_WGRAD} computes gradients of weights later"
+    if getattr(ours.config, "delay_wgrad_compute", False):
+        return "delay_wgrad_compute computes gradients of weights later"
+    if not all(weight.requires_grad for weight in ours.parameters().flat()):
+        return "some of its weights need no gradient"
+    return why_no_overlap(ours)
+
+
 def can_take_quantized(ours: MegatronExperts) -> bool:
     """Return whether these experts can take rows that have arrived quantized. Hooks would see only their anchor."""
     if ours.why_not is not None or not ours.is_float8 or getattr(ours.config, "moe_apply_probs_on_input", False):

@@ -37,7 +37,7 @@ from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.moe.overlap import resolve_num_parts
 
-QUANTIZE = "dispatch quantized rows"  # what ranks agree on, in words for a message
+QUANTIZE, HAVE_COPIES = "dispatch quantized rows", "have redundant copies"  # what ranks agree on, in words
 
 
 @dataclass
@@ -185,6 +185,9 @@ class Experts(MegatronExperts):
         later, it still takes part, with Megatron's own experts. Raises RuntimeError if that has become impossible,
         because the experts' own forward was replaced or has hooks: the others would wait for the second part.
         """
+        if buffer.redundant_experts_per_rank:
+            self._require_copies()
+            return True
         if resolve_num_parts(buffer) == 1:
             return False
         can = self.why_not is None and self.wants_overlap and self.why_no_overlap is None
@@ -196,6 +199,24 @@ class Experts(MegatronExperts):
                 f"{why_not}. The ranks would get out of step. Change the experts before the first pass"
             )
         return agreed
+
+    def _require_copies(self) -> None:
+        """Refuse experts that cannot have redundant copies. The first call is collective: no rank runs without them.
+
+        Raises ValueError then, and RuntimeError if this rank's experts change so later.
+        """
+        flag, why_not = arguments.flag("redundant_experts_per_rank"), eligibility.why_no_copies(self)
+        could = self.agreed.get(HAVE_COPIES)
+        if not self.agree(HAVE_COPIES, why_not is None):
+            checks.refuse(
+                f"{self.name} cannot have redundant copies of experts ({why_not or 'on another rank'}): "
+                f"leave out {flag}"
+            )
+        if could and why_not is not None:
+            raise RuntimeError(
+                f"{self.name} has had redundant copies of experts on all ranks, but cannot have them any more on this "
+                f"rank: {why_not}. Change the experts before the first pass"
+            )
 
     def agree(self, what: str, is_possible_here: bool) -> bool:
         """Return whether all ranks of the layer can do something. The first call is collective; its answer is kept.

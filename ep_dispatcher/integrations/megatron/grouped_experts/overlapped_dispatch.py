@@ -1,7 +1,8 @@
-"""Runs a dispatch that was left to the experts, so that communication overlaps with their GEMMs.
+"""Runs a dispatch that was left to the experts: so that communication overlaps with their GEMMs, or with copies.
 
 Megatron calls dispatch, experts and combine one after the other. To overlap, all three have to be one call, which is
-that of the experts. The other steps only pass on what they get:
+that of the experts. So do redundant copies of experts, whose weights travel between the steps. The other steps only
+pass on what they get:
 
     token_dispatch        keeps its arguments in a PendingDispatch, sends nothing  -> tokens, probs
     dispatch_postprocess                                                           -> tokens, the PendingDispatch, probs
@@ -9,7 +10,8 @@ that of the experts. The other steps only pass on what they get:
     combine_preprocess, token_combine                                              -> the same
     combine_postprocess   as always
 
-Experts do so only between nodes, in two parts of the tokens (moe/overlap.py). Each part has a plan of its own.
+Experts overlap only between nodes, in two parts of the tokens (moe/overlap.py). Each part has a plan of its own. With
+redundant copies (moe/balanced_mlp.py) there is one part.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.dispatcher.experts_interface import PendingDispatch
 from ep_dispatcher.moe import overlap
+from ep_dispatcher.moe.balanced_mlp import balanced_mlp
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
 from ep_dispatcher.observers import is_observed
@@ -31,14 +34,17 @@ from ep_dispatcher.observers import is_observed
 def run(dispatch: PendingDispatch, tokens: Tensor, probs: Tensor, parameters: Parameters, **options: Any) -> Tensor:
     """Return the sum over each token's rows, [num_tokens, hidden].
 
-    The tokens are in two parts. The result is the same, bit by bit, whether they overlap or not. If a tool observes
-    operators on one rank (FlopCounterMode), that rank still runs the same operations as the others.
+    Without redundant copies the tokens are in two parts. The result is the same, bit by bit, whether they overlap or
+    not. If a tool observes operators on one rank (FlopCounterMode), that rank still runs the same operations.
 
     tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; parameters and options: grouped_mlp
     """
 
     def run_parts(topk_idx: Tensor, handles: list[ep.Handle]) -> Tensor:
         arguments = dispatch.buffer, tokens, topk_idx, probs, parameters, dispatch.max_rows
+        if dispatch.buffer.redundant_experts_per_rank:
+            with torch.cuda.device_of(tokens):
+                return balanced_mlp(*arguments, handles=handles, **options)
         more = options | dict(handles=handles, quantize=dispatch.quantize)
         if is_observed((tokens, probs, topk_idx)):
             return run_grouped_nodes(*arguments, 2, **more)
