@@ -19,7 +19,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 TEXTS = {page: page.read_text() for page in PAGES}
 # The most words of a page, and of all pages together. Code is not counted. A list of runs may be as long as it has to.
 MOST_WORDS = {"protocol.md": 3700, "RUNS.md": 10**6}
-MOST_WORDS_IN_ALL = 24_000
+MOST_WORDS_IN_ALL = 24_200
 FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|tests"
 SUFFIXES = (".py", ".h", ".cpp", ".cuh", ".cu")
 

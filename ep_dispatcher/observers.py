@@ -55,11 +55,11 @@ def refuse_transforms(**arguments: object) -> None:
             if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
                 checks.refuse(
                     f"{argument} has a tangent of forward-mode differentiation (torch.func.jvp), but only "
-                    f"{_REVERSE} is there"
+                    f"{_REVERSE} is supported"
                 )
             if transformed and t.requires_grad and torch.is_grad_enabled():
                 checks.refuse(
-                    f"{argument} has a gradient of torch.func (grad, vjp, jacrev), but only {_REVERSE} is there"
+                    f"{argument} has a gradient of torch.func (grad, vjp, jacrev), but only {_REVERSE} is supported"
                 )
 
 

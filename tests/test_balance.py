@@ -186,6 +186,26 @@ def test_only_some_gradients(rank, engine, wants):
     assert any(grad is not None for grad in found[1])
 
 
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+@on_ranks(2, fresh=True)
+def test_a_late_rank_is_named(rank, engine, passes):
+    """Rank 1 does not come: rank 0 learns who is late, as in every operation."""
+    case, inputs = make_skewed_case(2, 2)
+    given = given_to(rank, engine, case, inputs)
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1, timeout_s=2.0) as buffer:
+        buffer.balancer().smallest_copy = 1
+        leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+        y = ep.moe_mlp(buffer, *leaves)
+        buffer.check()
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(ep.PeerTimeoutError) as late:
+                y.sum().backward() if passes == "backward" else ep.moe_mlp(buffer, *given)
+                buffer.check()
+            assert late.value.late_ranks == (1,)
+        dist.barrier()
+
+
 @on_ranks(2)
 def test_an_evaluation_comes_before_the_training(rank, engine):
     """What the first pass makes under inference mode serves a backward too."""

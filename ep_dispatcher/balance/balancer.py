@@ -93,6 +93,7 @@ class Balancer:
         self._engine, self._device = engine, device
         self.smallest_copy = SMALLEST_COPY
         self._handle: Handle | None = None  # of the dispatch that gathers counts
+        self._barrier_row: Tensor | None = None
         self._slots: dict[tuple[object, ...], Slots] = {}  # by the shapes and the dtype of an expert's parameters
         self._num_made = 0  # attempts to make some
         self._last_use: torch.cuda.Event | None = None  # of any slot
@@ -121,9 +122,8 @@ class Balancer:
         topk_idx   int32 or int64 [num_tokens, num_topk]: the router's experts, or -1
         """
         config, sizes = self._engine.config, self.sizes
-        own = torch.zeros(
-            _row_bytes(config.num_logical_experts) // _COUNT_BYTES, dtype=torch.int32, device=self._device
-        )
+        num_words = _row_bytes(config.num_logical_experts) // _COUNT_BYTES
+        own = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         count_choices(topk_idx, config.num_logical_experts, out=own)
         counts = self._gather(own)
         plan = plan_copies(counts, sizes)
@@ -135,7 +135,11 @@ class Balancer:
 
     def barrier(self) -> None:
         """Let later work in the current stream of this rank follow all earlier work in that of every rank."""
-        self._gather(torch.zeros(checks.ROW_GRANULARITY // _COUNT_BYTES, dtype=torch.int32, device=self._device))
+        if self._barrier_row is None:
+            num_words = checks.ROW_GRANULARITY // _COUNT_BYTES
+            with torch.inference_mode(False):
+                self._barrier_row = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        self._gather(self._barrier_row)
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return int32 [num_ranks, len(own)]: the row of every rank. It is a dispatch in rank layout."""

@@ -32,6 +32,7 @@ class CudaSlots:
         self._config, self._layout = config, layout
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
+        # With this wire each rank maps the memory of its own node only. Nothing goes over it.
         self._regions: PeerRegions | None = PeerRegions(config, "NCCL", f"/slots/{number}")
         self._node: _C_cuda.NodeSlots
         self._tables: list[Tensor] = []  # of addresses that captured graphs read

@@ -191,7 +191,7 @@ def _refuse_capture() -> None:
 
 
 def _slots_on(device: torch.device) -> Any:
-    """Return what makes the memory on a device: CpuSlots, or as it CudaSlots."""
+    """Return the class of slots on a device: CpuSlots, or CudaSlots, which has the same methods."""
     if device.type == "cpu":
         return CpuSlots
     return partial(importlib.import_module("ep_dispatcher.balance.cuda_slots").CudaSlots, device)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FIRST_PARAMETER_INPUT = 7  # of the node: before it come x to slots, then those of Mlp.autograd_inputs
+_FIRST_MLP_INPUT = 7  # of the node: before it come x to slots, then those of Mlp.autograd_inputs
 
 
 def balanced_mlp(
@@ -133,21 +133,17 @@ class _BalancedMlp(Function):
                 copies = handles[0].copies
                 assert copies is not None  # as the handle is that of a layer with redundant experts
                 recompute.use_plan(request, handles[0])
-                received = side.run(engine.dispatch, request)
-                side.follow_main()
-                with side.current():
-                    slots.push(copies, _given(own))
+                received = side.collective(engine.dispatch, request)
+                side.push(slots, copies, own)
             else:
-                balanced = side.run(balancer.balance, request.topk_idx)
+                balanced = side.collective(balancer.balance, request.topk_idx)
                 copies = balanced.plan.copies
-                side.follow_main()
-                with side.current():
-                    slots.push(copies, _given(own))
+                side.push(slots, copies, own)
                 request = replace(request, topk_idx=balanced.topk_idx)
-                received = side.run(engine.dispatch, request)
+                received = side.collective(engine.dispatch, request)
                 handles.append(new_handle(engine, request, received, copies))
             with side.current():
-                side.run(balancer.barrier)
+                side.collective(balancer.barrier)
             rows, row_weights = received.rows, received.topk_weights
             assert row_weights is not None  # as topk_weights was given
             ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
@@ -159,7 +155,7 @@ class _BalancedMlp(Function):
             results = grouped_gemm.linear(activated, WithCopies(own.w2, in_slots.w2), ends, b2, row_weights)
             handle = handles[0]
             sums = CombineRequest(results, handle.plan, x.shape[0], message_rows=handle.message_rows)
-            y = side.run(engine.combine, sums).x
+            y = side.collective(engine.combine, sums).x
         saved = SavedForward(rows, row_weights, ends, hidden, activated if mlp.keep_activated else None)
         ctx.save_for_backward(handle.plan, handle.message_rows, copies, *saved, *tensors)
         ctx.mlp, ctx.buffer, ctx.slots, ctx.note = mlp, buffer, slots, buffer.backward_note
@@ -180,11 +176,10 @@ class _BalancedMlp(Function):
         ends, num_rows = saved.ends, saved.rows.shape[0]
         with balancer.using_slots(), _SideStream(engine, grad) as side:
             request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
-            grad_results = side.run(engine.dispatch, request).rows
-            side.follow_main()
+            grad_results = side.collective(engine.dispatch, request).rows
+            side.push(slots, copies, own)
             with side.current():
-                slots.push(copies, _given(own))
-                side.run(balancer.barrier)
+                side.collective(balancer.barrier)
             grad_activated = grouped_gemm.linear_grad_rows(grad_results, own.w2, ends)
             side.main_waits()
             grouped_gemm.linear_grad_rows(grad_results, in_slots.w2, ends, out=grad_activated, first_expert=len(own.w2))
@@ -205,7 +200,7 @@ class _BalancedMlp(Function):
                 sums = CombineRequest(
                     grad_rows, plan, grad.shape[0], topk_weights=grad_row_weights, message_rows=message_rows
                 )
-                return side.run(engine.combine, sums)
+                return side.collective(engine.combine, sums)
 
             back = _Once(to_tokens if any(ctx.needs_input_grad[:2]) else None)
 
@@ -217,7 +212,7 @@ class _BalancedMlp(Function):
                 write_parameter_grads(inputs, mlp.activation, slot_grads, False, first_expert=len(own.w1), held=held)
                 side.follow_main()
                 with side.current():
-                    side.run(balancer.barrier)  # all ranks have written the gradients in their slots
+                    side.collective(balancer.barrier)  # all ranks have written the gradients in their slots
 
                 def pull(**gradients: ExpertMatrices | None) -> None:
                     side.follow_main()
@@ -231,7 +226,7 @@ class _BalancedMlp(Function):
                 back.run()
                 side.main_waits()
 
-            needs_grad = any(ctx.needs_input_grad[_FIRST_PARAMETER_INPUT:])
+            needs_grad = any(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
             parameter_grads = mlp.autograd_gradients(write, tensors, needs_grad)
             combined = back.run()
         grad_x, grad_topk_weights = (None, None) if combined is None else combined
@@ -279,8 +274,11 @@ class _SideStream:
         if self._side is not None and not torch.cuda.is_current_stream_capturing():
             self.follow_main()  # so that memory which is freed from here on is reused after its readers
 
-    def run(self, operation: Callable[..., T], *arguments: Any) -> T:
-        """Run an operation of the buffer. Its ValueErrors are those of all ranks."""
+    def collective(self, operation: Callable[..., T], *arguments: Any) -> T:
+        """Call an operation of the buffer in the current stream: the main one outside of ``with current()``.
+
+        If it raises, the flag stays set. So ``__exit__`` knows that a ValueError is an error of all ranks.
+        """
         self._is_in_operation = True
         result = operation(*arguments)
         self._is_in_operation = False
@@ -289,6 +287,12 @@ class _SideStream:
     def current(self) -> AbstractContextManager[Any]:
         """Make it the current stream."""
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def push(self, slots: Slots, copies: Tensor, own: Parameters) -> None:
+        """Push the weights of copies, behind all that the main stream has been given so far."""
+        self.follow_main()
+        with self.current():
+            slots.push(copies, _given(own))
 
     def follow_main(self) -> None:
         """Let the side stream wait for all that the main stream has been given so far."""

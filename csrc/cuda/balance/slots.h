@@ -20,7 +20,7 @@ struct NodeSlots {
   int32_t ranks[kMaxLocal];   // [num_local] the ranks of the node, in ascending order
   int32_t num_local;          // ranks of the node
   int32_t local_rank;         // this one, among them
-  int32_t num_local_experts;  // a rank is the home of
+  int32_t num_local_experts;  // experts whose home is one rank
   int32_t num_slots;          // of each rank
 };
 

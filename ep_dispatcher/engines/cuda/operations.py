@@ -1,9 +1,10 @@
 """The operations of the CUDA engine: from a request to the launch of its kernels in the current stream.
 
-    dispatch                 check for earlier errors, follow the last operation, allocate the outputs
-        _c.dispatch          read the addresses of request and outputs, launch (csrc/cuda/requests.h)
+    dispatch        check for earlier errors, follow the last operation
+        with a given number of rows     allocate the outputs, _c.dispatch
+        if the host waits for counts    _c.plan_and_stage, _wait_for_counts, allocate the outputs, _c.pull
 
-If the host has to wait for the counts, there are two launches instead of one: _c.plan_and_stage and _c.pull.
+Each call of _c reads the addresses of the request and of the outputs, and launches (csrc/cuda/requests.h).
 """
 
 from __future__ import annotations
@@ -205,7 +206,10 @@ class CudaOperations(Streams, Engine):
         while (num_rows := self._c.wait_for_counts(SLICE_S)) == _NO_COUNTS_YET:
             self.health.raise_if_ended()
             if time.monotonic() > end:
-                raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
+                raise RuntimeError(
+                    f"the kernels of this dispatch did not start within {self._start_limit_s:.0f} s: earlier work in "
+                    "this stream, or other kernels on this GPU, keep them from starting"
+                )
         if num_rows < 0:
             self._reports.raise_found(ends=True)
             raise RuntimeError("the kernels were aborted")
