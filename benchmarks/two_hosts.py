@@ -52,7 +52,7 @@ def main() -> int:
             found = pool.run(measure_engine, case)[0]
             del found["usable"]
             suite.merge(result, found)
-            suite.summarise(result, case)
+            suite.summarize(result, case)
             print(f"{text}:\n{suite.table(result)}", flush=True)
             right &= not result["notes"] and all(compared["same"] for compared in result["compared"].values())
             report["wire_bytes"] = result["wire_bytes"]

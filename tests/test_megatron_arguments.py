@@ -22,7 +22,7 @@ GIVEN += [
     "--ep-dispatcher-stats-interval",
     "9",
 ]
-GIVEN += ["--ep-dispatcher-gemm-sm-margin"]
+GIVEN += ["--ep-dispatcher-gemm-sm-margin", "--ep-dispatcher-redundant-experts-per-rank", "2"]
 
 
 def parser_of_megatron() -> argparse.ArgumentParser:
@@ -42,7 +42,8 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert not vars(parser_of_megatron().parse_args([])).keys() - {"moe_flex_dispatcher_backend"}
     register(num_sms=4, max_tokens_per_rank=32)
     config = make_config()
-    assert settings_of(config) == [None, None, None, 4, 32, None, None] and arguments.experts_mode(config) == "auto"
+    assert settings_of(config) == [None, None, None, None, 4, 32, None, None]
+    assert arguments.experts_mode(config) == "auto"
     assert arguments.experts_mode(make_config("alltoall")) == "megatron"
     parser = parser_of_megatron()
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
@@ -50,15 +51,15 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert all(flag in printed.getvalue() for flag in GIVEN if flag.startswith("--"))
     args = parser.parse_args([*GIVEN, "--moe-flex-dispatcher-backend", "ep_dispatcher"])
     names = [arguments.PREFIX + name for name in arguments.ARGUMENTS]
-    assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 8, 64, 9, True]
+    assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 2, 8, 64, 9, True]
     args.ep_dispatcher_num_sms = None  # a script may change what it has parsed
     assert arguments.setting(config, "num_sms") == 4
     config.ep_dispatcher_num_sms, config.ep_dispatcher_overlap = 12, False
-    assert settings_of(config) == ["grouped", 1.5, False, 12, 64, 9, True]
+    assert settings_of(config) == ["grouped", 1.5, False, 2, 12, 64, 9, True]
     argparse.ArgumentParser().parse_args([])  # of something else
     assert arguments.setting(make_config(), "experts") == "grouped"
     unregister()
-    assert settings_of(make_config()) == [None] * 7
+    assert settings_of(make_config()) == [None] * len(arguments.ARGUMENTS)
 
 
 WRONG = {

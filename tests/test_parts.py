@@ -294,7 +294,8 @@ def test_main_streams_do_not_share_a_side_stream(monkeypatch):
 def test_when_a_layer_runs_in_two_parts(monkeypatch):
     """What ranks have alike decides: not their tokens, nor their environment."""
     topology = types.SimpleNamespace(num_nodes=2)
-    config = types.SimpleNamespace(topology=topology, max_tokens_per_rank=2048, hidden=512, dtype=torch.bfloat16)
+    sizes = dict(max_tokens_per_rank=2048, hidden=512, dtype=torch.bfloat16, redundant_experts_per_rank=0)
+    config = types.SimpleNamespace(topology=topology, **sizes)
     engine = types.SimpleNamespace(device="cuda")
     buffer = types.SimpleNamespace(config=config, live_engine=lambda: engine)
     assert overlap.resolve_num_parts(buffer) == 2 and overlap.no_overlap_reason(buffer) is None

@@ -23,6 +23,8 @@ def reports_of(late=None, mistake=None, masks=False, has_messages=False):
     engine = SimpleNamespace(out_of_step=lambda: False, late=lambda: late, take_error=lambda: next(mistakes, None))
     store = Mock(**{"set.side_effect": RuntimeError("gone")})  # its host is gone
     topology = SimpleNamespace(rank=0, num_ranks=3, node_ranks=(0, 1, 2))
-    config = SimpleNamespace(num_experts=8, store=store, topology=topology)
+    config = SimpleNamespace(
+        num_logical_experts=8, logical_expert=lambda physical: physical, store=store, topology=topology
+    )
     health = Health(lambda: aborts.append(1), 100.0)
     return KernelReports(engine, config, health, Masks(health) if masks else None, has_messages), aborts
