@@ -14,7 +14,8 @@ from lib.round_trip import device, make_buffer, round_trip
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher.balance.slots import Slots, slot_bytes
+from ep_dispatcher.balance.slot_layout import slot_layout
+from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.tools.testing import same_bits
 
 EXPERTS, SLOTS = 3, 2  # of each rank; make_buffer has 12 experts
@@ -299,7 +300,8 @@ def test_nothing_is_left(rank, engine):
 
 
 def test_bytes():
-    assert slot_bytes([(7,)], torch.bfloat16, 1) == 256
-    assert slot_bytes([(2048, 7168), (7168, 1024)], torch.bfloat16, 2) == 2 * (2048 * 7168 + 7168 * 1024) * 6
+    assert slot_layout([(7,)], torch.bfloat16, 1).num_bytes == 256
+    two = [(2048, 7168), (7168, 1024)]
+    assert slot_layout(two, torch.bfloat16, 2).num_bytes == 2 * (2048 * 7168 + 7168 * 1024) * 6
     padded = [(16, 8, 3), (33,)]  # 768 and 66 bytes; 1536 and 132
-    assert slot_bytes(padded, torch.bfloat16, 3) == 3 * (768 + 128 + 1536 + 256)
+    assert slot_layout(padded, torch.bfloat16, 3).num_bytes == 3 * (768 + 128 + 1536 + 256)

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ep_dispatcher import checks
+from ep_dispatcher import _C_cpu, checks
 from ep_dispatcher.balance.planner import BalancePlan, BalanceSizes, count_choices, plan_copies, rewrite, why_not
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.engines.base import Engine
@@ -34,7 +34,7 @@ from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import DispatchRequest
 from ep_dispatcher.topology import Topology
 
-MAX_SLOTS = 8  # of a rank
+MAX_SLOTS: int = _C_cpu.BALANCE_MAX_SLOTS  # of a rank
 SMALLEST_COPY = 256  # rows. Below that the bytes of the weights cost more than the rows save
 _COUNT_BYTES = 4
 
@@ -90,8 +90,16 @@ class Balancer:
     """
 
     def __init__(self, engine: Engine, device: torch.device):
+        config = engine.config
         self._engine, self._device = engine, device
-        self.smallest_copy = SMALLEST_COPY
+        self.sizes = BalanceSizes(
+            num_ranks=config.num_ranks,
+            ranks_per_node=config.ranks_per_node,
+            num_local_experts=config.num_own_experts,
+            num_slots=config.redundant_experts_per_rank,
+            smallest_copy=SMALLEST_COPY,
+            rank_at=tuple(rank for ranks in config.topology.nodes for rank in ranks),
+        )
         self._handle: Handle | None = None  # of the dispatch that gathers counts
         self._barrier_row: Tensor | None = None
         self._slots: dict[tuple[object, ...], Slots] = {}  # by the shapes and the dtype of an expert's parameters
@@ -101,20 +109,11 @@ class Balancer:
 
     @property
     def smallest_copy(self) -> int:
-        return self._smallest_copy
+        return self.sizes.smallest_copy
 
     @smallest_copy.setter
     def smallest_copy(self, rows: int) -> None:
-        config = self._engine.config
-        self._smallest_copy = rows
-        self.sizes = BalanceSizes(
-            num_ranks=config.num_ranks,
-            ranks_per_node=config.ranks_per_node,
-            num_local_experts=config.num_own_experts,
-            num_slots=config.redundant_experts_per_rank,
-            smallest_copy=rows,
-            rank_at=tuple(rank for ranks in config.topology.nodes for rank in ranks),
-        )
+        self.sizes = replace(self.sizes, smallest_copy=rows)
 
     def balance(self, topk_idx: Tensor) -> Balanced:
         """Plan the copies of this microbatch. The host does not wait, but for the first time.

@@ -30,6 +30,12 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of the slots of one rank.
+
+            num_slots * (sum over parameters of up(size * itemsize) + sum of up(size * 4))     # weights, and gradients
+
+        up(n) is n rounded up to a multiple of 128.
+        """
         return self.num_elements * self.dtype.itemsize
 
     def of_slots(self, memory: Tensor, num_slots: int) -> list[Tensor]:
@@ -70,6 +76,12 @@ class SlotLayout:
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of the slots of one rank.
+
+            num_slots * (sum over parameters of up(size * itemsize) + sum of up(size * 4))     # weights, and gradients
+
+        up(n) is n rounded up to a multiple of 128.
+        """
         return self._pieces[1]
 
 

@@ -35,16 +35,6 @@ from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices
 
 
-def slot_bytes(shapes: Sequence[Sequence[int]], dtype: torch.dtype, num_slots: int) -> int:
-    """Return the bytes of the slots of one rank.
-
-        num_slots * (sum over parameters of up(size * itemsize) + sum of up(size * 4))     # weights, and gradients
-
-    up(n) is n rounded up to a multiple of 128. shapes: of each parameter of an expert.
-    """
-    return slot_layout(shapes, dtype, num_slots).num_bytes
-
-
 class Slots:
     """The slots of each rank of one buffer, as one rank sees them.
 

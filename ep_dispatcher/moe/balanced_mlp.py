@@ -45,6 +45,7 @@ from ep_dispatcher.moe.grouped_mlp import (
     make_mlp,
     write_parameter_grads,
 )
+from ep_dispatcher.moe.overlap import order_memory
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest
 
@@ -271,8 +272,7 @@ class _SideStream:
             cast("CudaEngine", self._engine).give_up("ran the experts of a layer", error)
         if self._has_followed:
             self.main_waits()
-        if self._side is not None and not torch.cuda.is_current_stream_capturing():
-            self.follow_main()  # so that memory which is freed from here on is reused after its readers
+        order_memory(self._side)
 
     def collective(self, operation: Callable[..., T], *arguments: Any) -> T:
         """Call an operation of the buffer in the current stream: the main one outside of ``with current()``.

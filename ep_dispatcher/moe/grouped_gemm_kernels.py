@@ -183,6 +183,18 @@ def _num_sms(device: torch.device) -> int:
 
 
 @triton.jit
+def _row_tiles(ends, num_rows, experts, skipped, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return each expert's first row, the end of its rows, and the number of tiles down them.
+
+    `skipped`: the first row of the first expert
+    """
+    e = tl.arange(0, EXPERTS)
+    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), skipped), num_rows)
+    return begin, end, tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M), 0)
+
+
+@triton.jit
 def find_tile(pid, ends, num_rows, experts, others, skipped, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Find a tile by its number: its expert, the expert's first row and end, and its number within the expert.
 
@@ -190,9 +202,8 @@ def find_tile(pid, ends, num_rows, experts, others, skipped, EXPERTS: tl.constex
     expert is `experts` if there is no such tile.
     """
     e = tl.arange(0, EXPERTS)
-    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
-    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), skipped), num_rows)
-    tiles = tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
+    begin, end, row_tiles = _row_tiles(ends, num_rows, experts, skipped, EXPERTS, BLOCK_M)
+    tiles = row_tiles * others
     upto = tl.cumsum(tiles)
     expert = tl.minimum(tl.sum((upto <= pid).to(tl.int32)), experts)
     here = e == expert
@@ -285,7 +296,8 @@ def _multiply(
     n_tiles = tl.cdiv(columns, BLOCK_N)
     if LOOPS:
         skipped = tl.load(ends + first_expert - 1)
-        num_tiles = _count_row_tiles(ends + first_expert, num_rows, experts, skipped, EXPERTS, BLOCK_M) * n_tiles
+        _, _, row_tiles = _row_tiles(ends + first_expert, num_rows, experts, skipped, EXPERTS, BLOCK_M)
+        num_tiles = tl.sum(row_tiles) * n_tiles
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             expert, begin, end, number = find_tile(
                 tile, ends + first_expert, num_rows, experts, n_tiles, skipped, EXPERTS, BLOCK_M
@@ -335,15 +347,6 @@ def _multiply(
                 matrices = copies
             total = _products(rows, matrices, shift, row, column, length, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         _store_tile(total, out, bias, row_weights, expert, row, column, end, columns, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def _count_row_tiles(ends, num_rows, experts, skipped, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the number of tiles that follow each other down the rows of all experts. `skipped`: as in find_tile."""
-    e = tl.arange(0, EXPERTS)
-    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
-    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), skipped), num_rows)
-    return tl.sum(tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M), 0))
 
 
 @triton.jit

@@ -276,7 +276,7 @@ class _MlpInParts(torch.autograd.Function):
 
             def write(out: Parameters, accumulate: bool) -> None:
                 write_parameter_grads(sets, mlp.activation, out, accumulate)
-                _order_memory(side)
+                order_memory(side)
 
             needs_grad_parameters = any(ctx.needs_input_grad[_FIRST_PARAMETER:])
             grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_grad_parameters)
@@ -314,7 +314,7 @@ class _Operations:
         if error is not None and is_between and self.engine is not None and not isinstance(error, ValueError):
             self.engine.give_up("ran the experts of a layer", error)
         self.join()
-        _order_memory(self.side)
+        order_memory(self.side)
 
     def join(self) -> None:
         """Make the main stream wait for all operations."""
@@ -351,7 +351,7 @@ class _Operations:
         return nullcontext() if self.side is None else torch.cuda.stream(self.side)
 
 
-def _order_memory(side: torch.cuda.Stream | None) -> None:
+def order_memory(side: torch.cuda.Stream | None) -> None:
     """Make a side stream wait for the current one, so that memory freed from here on is reused after its kernels.
 
     Two main streams may share a side stream (streams.py), and gradients may be written after the layer. While a
