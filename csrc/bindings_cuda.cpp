@@ -181,11 +181,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
           });
         });
   m.def("balance_plan", [](int num_ranks, int ranks_per_node, int num_local_experts, int num_slots, int smallest_copy,
-                           const std::vector<int>& rank_at, Address counts, int64_t row_stride, Address totals,
-                           Address copies, Address rows, Address stream) {
+                           const std::vector<int>& rank_at, Address counts, int64_t row_stride, Address copies,
+                           Address rows, Address stream) {
     balance_plan({num_ranks, ranks_per_node, num_local_experts, num_slots, smallest_copy}, rank_at,
-                 pointer<const int32_t>(counts), row_stride, pointer<int64_t>(totals),
-                 pointer<ep::balance::Copy>(copies), pointer<int32_t>(rows), pointer<CUstream_st>(stream));
+                 pointer<const int32_t>(counts), row_stride, pointer<ep::balance::Copy>(copies), pointer<int32_t>(rows),
+                 pointer<CUstream_st>(stream));
   });
   m.def("balance_rewrite",
         [](int num_ranks, int ranks_per_node, int num_local_experts, int num_slots, int smallest_copy, int rank,
@@ -278,6 +278,17 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("decode_combine", launch_decode_combine<DecodeLaunch::kWhole>)
       .def("decode_combine_send", launch_decode_combine<DecodeLaunch::kSend>)
       .def("decode_combine_receive", launch_decode_combine<DecodeLaunch::kReceive>)
+      // Gather counts: topk_idx of num_choices, of 4 or 8 bytes each -> int32 [num_ranks, num_experts]. With no experts
+      // it is a barrier.
+      .def("gather_counts",
+           [](const Engine& e, Address topk_idx, int index_bytes, int64_t num_choices, int num_experts, Address counts,
+              Address stream) {
+             GatherArgs args{pointer<const void>(topk_idx), index_bytes, num_choices, num_experts,
+                             pointer<int32_t>(counts)};
+             args.wait_ns = e.wait_ns(Operation::kDispatch);
+             args.num_blocks = e.blocks(ep::Layout::kExpert).num_blocks;
+             e.gather_counts(args, pointer<CUstream_st>(stream));
+           })
       .def("compare_routing",
            [](const Engine& e, Address planned, Address given, int num_tokens, std::pair<int, int> where,
               Address stream) {

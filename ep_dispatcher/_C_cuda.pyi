@@ -95,6 +95,9 @@ class Engine:
     def decode_combine_receive(self, request: CombineRequest, combined: Combined, stream: int) -> None: ...
     def share_blocks(self, layout: Layout, num_blocks: int, rail_blocks: int) -> None: ...
     def measure_waits(self, of_dispatches: bool, wait_ns: int) -> None: ...
+    def gather_counts(
+        self, topk_idx: int, index_bytes: int, num_choices: int, num_experts: int, counts: int, stream: int
+    ) -> None: ...
     def compare_routing(
         self, planned: int, given: int, num_tokens: int, where: tuple[int, int], stream: int
     ) -> None: ...
@@ -128,7 +131,6 @@ def balance_plan(
     rank_at: Sequence[int],
     counts: int,
     row_stride: int,
-    totals: int,
     copies: int,
     rows: int,
     stream: int,

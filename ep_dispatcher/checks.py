@@ -261,7 +261,7 @@ def other_routing_error(argument: str, given: Any, planned: Any, where: tuple[in
 
 # Fields that must be equal on all ranks, in the order in which engines compare them. Each function describes a value.
 AGREED: dict[str, Callable[[int], str]] = {
-    "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout")[n],
+    "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout", "a gather of counts")[n],
     "handle": lambda epoch: f"the plan of epoch {epoch}" if epoch else "None",
     "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,

@@ -24,6 +24,9 @@ from lib.experts import (
 from lib.moe_layer import gelu_experts
 
 import ep_dispatcher as ep
+from ep_dispatcher.balance.planner import count_choices, plan_copies, rewrite
+from ep_dispatcher.errors import DisagreementError
+from ep_dispatcher.request import CombineRequest, DispatchRequest
 from ep_dispatcher.tools.testing import device_of
 
 CLOSE = dict(rtol=1e-4, atol=1e-5)
@@ -166,6 +169,65 @@ def test_several_microbatches_in_flight_keep_their_own_copies(rank, engine):
                 grads[number] = [x.grad, *(w.grad for one in layers[number] for w in one)]
             for number, expected in enumerate(alone):
                 assert all(map(torch.equal, grads[number], expected)), (schedule, number)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@on_ranks(4)
+def test_a_microbatch_is_planned_from_the_choices_of_all_ranks(rank, engine, dtype):
+    """Many times in turn, as counts of a microbatch lie where those of the last but one were."""
+    case, inputs = make_skewed_case(4, 4)
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        balancer = buffer.balancer()
+        balancer.smallest_copy = 4
+        found, expected = [], []
+        for turn in range(6):
+            routings = [torch.where(idx >= 0, (idx + 5 * turn) % case.num_experts, -1) for idx in inputs.topk_idx]
+            routings[turn % 4] = routings[turn % 4][:turn]  # few tokens, or none
+            found.append(balancer.balance(routings[rank].to(device_of(engine, rank), dtype)))
+            balancer.barrier()
+            counts = torch.stack([count_choices(idx, case.num_experts) for idx in routings])
+            plan = plan_copies(counts, balancer.sizes)
+            expected.append((plan, rewrite(routings[rank], counts, rank, plan, balancer.sizes)))
+        buffer.check()
+        assert any((plan.copies[..., 0] >= 0).any() for plan, _ in expected)
+        for one, (plan, physical) in zip(found, expected, strict=True):
+            assert torch.equal(one.plan.copies.cpu(), plan.copies) and torch.equal(one.plan.rows.cpu(), plan.rows)
+            assert torch.equal(one.topk_idx.cpu(), physical)
+
+
+@pytest.mark.parametrize("other", ["barrier", "dispatch", "combine"])
+@on_ranks(2)
+def test_ranks_a_step_apart_learn_it(rank, engine, other):
+    """Rank 0 gathers counts while rank 1 is in another operation. Afterwards the buffer works."""
+    case, inputs = make_skewed_case(2, 2)
+    given = given_to(rank, engine, case, inputs)
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+        one, balancer = buffer.live_engine(), buffer.balancer()
+
+        def dispatch():
+            physical = torch.where(given[1] >= 0, given[1] // 3 * 4, -1)
+            physical[:, 1:] = -1
+            return one.dispatch(DispatchRequest(given[0], topk_idx=physical, num_rows=MAX_TOKENS * 2))
+
+        received = dispatch()
+        buffer.check()
+        wrong = {
+            "barrier": balancer.barrier,
+            "dispatch": dispatch,
+            "combine": lambda: one.combine(CombineRequest(received.rows, received.plan, len(given[0]))),
+        }
+
+        def run():
+            balancer.balance(given[1]) if rank == 0 else wrong[other]()
+            buffer.check()
+
+        with pytest.raises(DisagreementError):
+            run()
+        buffer.check()
+        y = ep.moe_mlp(buffer, *given)
+        buffer.check()
+        assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("wants", ["weights", "x"])

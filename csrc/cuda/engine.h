@@ -92,6 +92,17 @@ struct DecodeCombineArgs : SumArgs {
   const float* combine_weights = nullptr;  // [num_tokens, num_topk] weights of own tokens
 };
 
+// One gather of counts, on one node. All addresses are of device memory.
+struct GatherArgs {
+  const void* topk_idx = nullptr;  // [num_choices] int32 or int64
+  int index_bytes = 8;             // of an element of topk_idx: 4 or 8
+  int64_t num_choices = 0;
+  int num_experts = 0;        // logical ones, at most balance::kMaxExperts; 0: the operation is a barrier
+  int32_t* counts = nullptr;  // [num_ranks, num_experts] choices of each rank
+  int64_t* wait_ns = nullptr;
+  int32_t num_blocks = 0;  // at most, and at most the num_sms of state_bytes()
+};
+
 // The launches of a dispatch: one, or two where the host needs the counts to make the outputs.
 enum class Launch {
   kWhole,
@@ -141,6 +152,8 @@ class Engine {
   // [host] The same in decode layout. Two launches of one operation get the same arguments.
   void decode_dispatch(const DecodeDispatchArgs& args, int32_t* plan, DecodeLaunch part, cudaStream_t stream) const;
   void decode_combine(const DecodeCombineArgs& args, int32_t* plan, DecodeLaunch part, cudaStream_t stream) const;
+  // [host] Launch a gather of counts, or a barrier (balance/gather.cu).
+  void gather_counts(const GatherArgs& args, cudaStream_t stream) const;
 
   // Blocks of a launch: all of them, and the last ones of these, which serve the wire between nodes.
   struct Blocks {

@@ -5,8 +5,9 @@
     backward    dispatch, push again, barrier; experts, gradients of copies, barrier, pull them; combine
 
 No flag and no protocol of its own: what orders the ranks are the operations of the buffer. When an operation is
-complete on a rank, every rank has entered it, so all that a rank did before it in its stream is done. The counts travel
-as the rows of a dispatch, which is such an operation too, and so is a barrier:
+complete on a rank, every rank has entered it, so all that a rank did before it in its stream is done. The gather of
+counts and the barrier are such operations too: of their own on GPUs of one node (csrc/cuda/balance/gather.cu), and
+elsewhere a dispatch whose rows are the counts.
 
     weights in slots    written by a push, after the gather of counts, or after a dispatch of rows; read after the
                         barrier behind the push
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks
+from ep_dispatcher.addressable import as_addressable
 from ep_dispatcher.balance.planner import BalancePlan, BalanceSizes, count_choices, plan_copies, rewrite, why_not
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.engines.base import Engine
@@ -121,10 +123,8 @@ class Balancer:
         topk_idx   int32 or int64 [num_tokens, num_topk]: the router's experts, or -1
         """
         config, sizes = self._engine.config, self.sizes
-        num_words = _row_bytes(config.num_logical_experts) // _COUNT_BYTES
-        own = torch.zeros(num_words, dtype=torch.int32, device=self._device)
-        count_choices(topk_idx, config.num_logical_experts, out=own)
-        counts = self._gather(own)
+        topk_idx = as_addressable("topk_idx", topk_idx)
+        counts = self._gather_counts(topk_idx)
         plan = plan_copies(counts, sizes)
         if self.totals is not None:
             before, after = plan.rows.long()
@@ -134,11 +134,23 @@ class Balancer:
 
     def barrier(self) -> None:
         """Let later work in the current stream of this rank follow all earlier work in that of every rank."""
+        if self._engine.gathers_counts:
+            self._engine.gather_counts(None)
+            return
         if self._barrier_row is None:
             num_words = checks.ROW_GRANULARITY // _COUNT_BYTES
             with torch.inference_mode(False):
                 self._barrier_row = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self._gather(self._barrier_row)
+
+    def _gather_counts(self, topk_idx: Tensor) -> Tensor:
+        """Return int32 [num_ranks, num_experts or more]: how often each rank has chosen each expert."""
+        num_experts = self._engine.config.num_logical_experts
+        if self._engine.gathers_counts:
+            return self._engine.gather_counts(topk_idx)
+        own = torch.zeros(_row_bytes(num_experts) // _COUNT_BYTES, dtype=torch.int32, device=self._device)
+        count_choices(topk_idx, num_experts, out=own)
+        return self._gather(own)
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return int32 [num_ranks, len(own)]: the row of every rank. It is a dispatch in rank layout."""

@@ -148,11 +148,7 @@ def plan_copies(counts: Tensor, sizes: BalanceSizes) -> BalancePlan:
     copies = counts.new_empty((sizes.num_ranks, sizes.num_slots, 3))
     rows = counts.new_empty((2, sizes.num_ranks))
     given = (*sizes.numbers(), sizes.rank_at, counts.data_ptr(), counts.stride(0))
-    if counts.is_cuda:
-        totals = counts.new_empty(sizes.num_experts, dtype=torch.int64)
-        _call("balance_plan", counts, *given, totals.data_ptr(), copies.data_ptr(), rows.data_ptr())
-    else:
-        _call("balance_plan", counts, *given, copies.data_ptr(), rows.data_ptr())
+    _call("balance_plan", counts, *given, copies.data_ptr(), rows.data_ptr())
     return BalancePlan(copies, rows)
 
 

@@ -108,6 +108,7 @@ class Engine(Protocol):
     health: Health
     pending: PendingOperation | None = None  # the operation that waits for its hook
     num_message_rows: int = 0  # elements of Received.message_rows
+    gathers_counts: bool = False  # has `gather_counts`
 
     def refuse_if_pending(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""
@@ -133,6 +134,14 @@ class Engine(Protocol):
 
     def combine(self, request: CombineRequest) -> Combined:
         """Return rows to the ranks of their tokens, and sum."""
+
+    def gather_counts(self, topk_idx: Tensor | None) -> Tensor:
+        """Return how often each rank has chosen each logical expert: int32 [num_ranks, num_logical_experts].
+
+        topk_idx: int32 or int64 [num_tokens, num_topk], addressable. None: nothing is counted, and the operation is a
+        barrier. Either way every rank has begun it when it is complete on one. Only with `gathers_counts`.
+        """
+        raise AssertionError("this engine has no gather of counts")
 
     def receive(self) -> None:
         """Complete the operation that has only sent."""

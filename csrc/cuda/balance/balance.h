@@ -19,12 +19,11 @@ void balance_count(const Index* topk_idx, int64_t num_choices, int num_experts, 
 // [host] Plan the copies. rank_at lies in the host's memory, all else on the GPU.
 //   rank_at  [num_ranks] the ranks, node by node
 //   counts   [num_ranks, row_stride], of which the first num_experts columns are read
-//   totals   [num_experts] scratch
 //   copies   [num_ranks, num_slots]
 //   rows     [2, num_ranks] rows of each rank before and after
 // The counts add up to 2^31 - 1 rows at most. Nobody looks whether they do.
 void balance_plan(const balance::Sizes& sizes, const std::vector<int>& rank_at, const int32_t* counts,
-                  int64_t row_stride, int64_t* totals, balance::Copy* copies, int32_t* rows, cudaStream_t stream);
+                  int64_t row_stride, balance::Copy* copies, int32_t* rows, cudaStream_t stream);
 
 // [host] Write the physical expert of each choice of one rank: topk_idx [num_tokens, num_topk] -> physical.
 template <class Index>

@@ -72,7 +72,7 @@ enum class Verdict { kAgree, kDiffer, kAborted };
 // [thread] Return the phase of a wait for Calls.
 template <Kernels K>
 __device__ inline Phase phase_of_calls(const Op<K>& op) {
-  return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
+  return op.operation == Operation::kCombine ? Phase::kSums : Phase::kCounts;
 }
 
 // [warp] Wait for the Calls of all ranks. Return as wait_until. A lane waits for one word. If all words need several
@@ -196,9 +196,9 @@ __device__ inline Verdict agree(Op<K> op, bool keeps = true, bool drains = true)
 }
 
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
-// arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
-// may be in the other operation, so raise both flags; and with `both` this rank has read both. Afterwards State::epoch
-// is this operation's. Wait for own puts, not for peers.
+// arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`; null: this rank has read
+// neither. After a difference peers may be in another operation, so raise both flags; and with `both` this rank has
+// read both. Afterwards State::epoch is this operation's. Wait for own puts, not for peers.
 // raises: consumed, slots_free
 // reports: out_of_step
 //
@@ -229,14 +229,14 @@ __device__ void complete(const Op<K>& op, uint64_t* Region::* released, uint64_t
   };
   if (differs || both)
     raise(context.own.consumed + context.local, context.own.slots_free + context.local);
-  else
+  else if (released != nullptr)
     raise(context.own.*released + context.local, nullptr);
   if (!one_node) Block::sync();
   if (Block::thread() != 0) return;
   // Finish the state for the next operation.
   if (differs || both)
     state->staged_epoch = state->pushed_epoch = op.epoch;
-  else
+  else if (released_epoch != nullptr)
     state->*released_epoch = op.epoch;
   publish_error(context, error);
   // Ranks that differ may have different messages under way. So no later kernel of this rank does anything. The host is

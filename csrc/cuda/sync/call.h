@@ -6,8 +6,9 @@
 
 namespace ep::cuda {
 
-enum class Operation : int32_t { kDispatch = 0, kCombine = 1 };
-constexpr const char* kOperationNames[] = {"dispatch", "combine"};
+// The numbers are those of checks.AGREED. The CPU engine has one more: a combine of decode layout.
+enum class Operation : int32_t { kDispatch = 0, kCombine = 1, kGather = 3 };
+constexpr const char* kOperationNames[] = {"dispatch", "combine", "combine", "gather of counts"};
 
 // Fields of a Call. The first kNumCompared must be equal on all ranks, compared in this order. kComparedNames has
 // their names, as those of checks.AGREED.

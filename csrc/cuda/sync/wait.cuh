@@ -79,13 +79,13 @@ __device__ inline const uint64_t* names_by(const Op<K>& op, int rank) {
 }
 
 // [thread] Return whether this warp adds its waits to Context::wait_ns. One warp at a time does. In a dispatch it is
-// the first pull warp of block 0, which plans. In a combine it is a warp of the last block, which mostly reduces from
-// the start: warp 0 waits for free slots, then a summing or the preparing warp for Calls, then the preparing warp for
-// sums.
+// the first pull warp of block 0, which plans; in a gather of counts only one warp waits. In a combine it is a warp of
+// the last block, which mostly reduces from the start: warp 0 waits for free slots, then a summing or the preparing
+// warp for Calls, then the preparing warp for sums.
 template <Kernels K>
 __device__ inline bool measures_waits(const Op<K>& op) {
   if (!measures_waits(K) || op.context.wait_ns == nullptr) return false;
-  return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
+  return op.operation == Operation::kCombine ? op.block == op.num_blocks - 1 : op.block == 0 && threadIdx.x < 32;
 }
 
 // Raisers that hand memory back, send sums between nodes, or relay, have to wait themselves first. A wait for such a

@@ -82,6 +82,7 @@ class CudaEngine(CudaOperations):
         self._stamps: Tensor | None = None
         if config.mask_late_ranks:
             self.layouts = ("decode",)
+        self.gathers_counts = self._topology.num_nodes == 1 and not config.mask_late_ranks
         wire, gpus = self._agree_on_hardware()
         try:
             c = self._c_config

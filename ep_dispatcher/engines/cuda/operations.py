@@ -190,6 +190,21 @@ class CudaOperations(Streams, Engine):
         shape = (self._num_local_experts, columns, num_rows // self._num_local_experts)
         return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
 
+    def gather_counts(self, topk_idx: Tensor | None) -> Tensor:
+        with self.config.wording, profile_operation("gather_counts") as ranges:
+            self.refuse_if_pending("gather of counts")
+            self._check(ranges, [("topk_idx", topk_idx)])
+            with self.health.operation("gather of counts"), self._on_device():
+                stream = self._enter(ranges)
+                with self._traced("gather of counts"):
+                    num_experts = 0 if topk_idx is None else self.config.num_logical_experts
+                    shape = (self.config.num_ranks, num_experts)
+                    counts = torch.empty(shape, dtype=torch.int32, device=self._device)
+                    index_bytes, num_choices = (8, 0) if topk_idx is None else (topk_idx.itemsize, topk_idx.numel())
+                    addresses = address_of(topk_idx), address_of(counts)
+                    self._c.gather_counts(addresses[0], index_bytes, num_choices, num_experts, addresses[1], stream)
+        return counts
+
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with self.config.wording, profile_operation("compare") as ranges:
             self._check(ranges, (("topk_idx", planned), ("topk_idx", given)))
