@@ -1,6 +1,7 @@
 // Reads requests of Python (ep_dispatcher/request.py), and the tensors of their results, as arguments of the engine.
 // This file knows Python's names of fields; the engine does not.
 #pragma once
+#include <string>
 #include <string_view>
 
 #include "bindings.h"
@@ -81,7 +82,24 @@ class TensorRef {
 
 inline Layout layout_of(pybind11::handle request) {
   const std::string_view layout = text_field(request, Names::get().layout);
-  return layout == "rank" ? Layout::kRank : layout == "expert" ? Layout::kExpert : Layout::kDecode;
+  if (layout == "rank") return Layout::kRank;
+  if (layout == "expert") return Layout::kExpert;
+  if (layout == "decode") return Layout::kDecode;
+  throw pybind11::value_error("unknown layout " + std::string(layout));
+}
+
+// How a dispatch turns bfloat16 rows into float8. arguments.py has the names.
+struct Quantize {
+  bool on, powers_of_two;
+  uint32_t scale_size;  // [bytes] of a scale
+};
+inline Quantize quantize_of(pybind11::handle request) {
+  const std::string_view name = text_field(request, Names::get().quantize);
+  if (name.empty()) return {false, false, 4};
+  if (name == "e4m3_1x128") return {true, false, 4};
+  if (name == "e4m3_1x128_pow2") return {true, true, 4};
+  if (name == "mxfp8") return {true, false, 1};
+  throw pybind11::value_error("unknown quantize " + std::string(name));
 }
 
 // Return the numbers of messages between nodes, or null where no host knows them.
@@ -109,18 +127,18 @@ inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::
 
   // What this rank sends.
   const TensorRef rows(request, names.rows), scales(request, names.scales);
-  const std::string_view quantize = text_field(request, names.quantize);
+  const Quantize quantize = quantize_of(request);
   args.rows = rows.address<const char>();
   args.scales = scales.address<const float>();
   args.topk_idx = TensorRef(request, names.topk_idx).address<const int64_t>();
   args.num_tokens = static_cast<int32_t>(rows.size(0));
   const auto hidden = static_cast<uint32_t>(rows.size(1));
-  args.quantizes = !quantize.empty();
-  args.powers_of_two = quantize == "e4m3_1x128_pow2";
+  args.quantizes = quantize.on;
+  args.powers_of_two = quantize.powers_of_two;
   args.row_bytes = hidden * (args.quantizes ? 1 : rows.element_size());
   if (args.quantizes || scales) {
     args.scale_bytes = (hidden + kScaleBlock - 1) / kScaleBlock * sizeof(float);
-    args.scale_size = args.quantizes ? (quantize == "mxfp8" ? 1 : 4) : scales.element_size();
+    args.scale_size = args.quantizes ? quantize.scale_size : scales.element_size();
   }
 
   // What it receives.

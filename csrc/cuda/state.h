@@ -1,5 +1,7 @@
 // State of one rank's kernels between operations, and their reports to the host.
 #pragma once
+#include <iterator>
+
 #include "cuda/config.h"
 
 namespace ep::cuda {
@@ -32,6 +34,8 @@ constexpr const char* kPhaseNames[] = {"free staging",
                                        "counts out of range",
                                        "lists out of range",
                                        "experts out of range"};
+static_assert(std::size(kPhaseNames) == static_cast<size_t>(Phase::kWrongChoices) + 1);
+
 // Errors of the caller, as found by kernels, and their names for KernelReports.
 enum class Error : int32_t {
   kNone,
@@ -42,6 +46,7 @@ enum class Error : int32_t {
   kOtherRouting  // the routing of a recompute differs from its plan
 };
 constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ", "other_routing"};
+static_assert(std::size(kErrorNames) == static_cast<size_t>(Error::kOtherRouting) + 1);
 
 // Facts of one error. Written by its finder (error.cuh), read by the host.
 //
