@@ -49,7 +49,7 @@ def run(dispatch: PendingDispatch, tokens: Tensor, probs: Tensor, parameters: Pa
         if is_observed((tokens, probs, topk_idx)):
             return run_grouped_nodes(*arguments, 2, **more)
         with torch.cuda.device_of(tokens):
-            return overlap.mlp_in_parts(*arguments, overlap=True, **more)
+            return overlap.mlp_in_parts(*arguments, 2, overlap=True, **more)
 
     return dispatch.run_with_plans(run_parts)
 
