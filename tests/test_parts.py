@@ -247,7 +247,7 @@ class Machine:
         patch.setattr(torch.cuda, "stream", self.using)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
-        patch.setattr(overlap, "_no_side_stream_reason", lambda buffer: None)
+        patch.setattr(overlap, "no_side_stream_reason", lambda buffer: None)
         patch.setattr(overlap, "_Operations", partial(self.lane, overlap._Operations))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             engine = buffer.live_engine()

@@ -90,10 +90,10 @@ def no_overlap_reason(buffer: Buffer, num_parts: int | None = None) -> str | Non
     """
     if resolve_num_parts(buffer, num_parts) == 1:
         return _one_part_reason(buffer) or "num_parts is 1"
-    return _no_side_stream_reason(buffer)
+    return no_side_stream_reason(buffer)
 
 
-def _no_side_stream_reason(buffer: Buffer) -> str | None:
+def no_side_stream_reason(buffer: Buffer) -> str | None:
     """Return why operations of a layer run in the main stream, whatever the number of parts."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
         return "CUDA_LAUNCH_BLOCKING is set"
@@ -173,7 +173,7 @@ def mlp_in_parts(
     overlap: run operations beside GEMMs in a stream of their own, where a GPU and its kernels can
     handles: those of the parts, from an earlier call with this routing; an empty list is filled with new ones
     """
-    overlap = overlap and _no_side_stream_reason(buffer) is None
+    overlap = overlap and no_side_stream_reason(buffer) is None
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
     mlp = make_mlp(x.dtype, parameters, **options)
