@@ -4,14 +4,17 @@
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial nccl
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
     python benchmarks/moe_mlp.py --ranks-per-node 1 --paths serial parts parts-serial       # virtual nodes
+    python benchmarks/moe_mlp.py --ranks 2 --paths nodes serial whole --cases 8192x2048x128x768 4096x7168x256x2048
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is the time of a path
 less that of its GEMMs and activation, alone on all multiprocessors and with their rows in place.
 
-serial takes all tokens in one part. parts takes them in two, so that communication of one part runs under
-the GEMMs of the other; parts-serial runs these two one after the other. Each of the two parts has as many rows as the
-fullest part of a rank.
+whole takes all tokens in one part, and the combine of its backward runs under the GEMMs of the gradients of weights.
+serial runs the same steps one after the other, and nodes does so with an autograd node for each step. parts takes the
+tokens in two parts, so that communication of one part runs under the GEMMs of the other; parts-serial runs these two
+one after the other. Each of the two parts has as many rows as the fullest part of a rank. The pass "recompute" is a
+forward without saved activations and a backward that runs it again, with its plans (ep.recompute_contexts).
 
 NCCL needs a GPU for each rank. Its splits are fixed: its host knows all counts in advance (all_to_all_layer.py).
 
@@ -30,11 +33,13 @@ import torch
 import torch.distributed as dist
 from all_to_all_layer import AllToAllLayer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
+from ep_dispatcher.moe.mlp import run_grouped_nodes
 from ep_dispatcher.tools.benchmark.harness import (
     make_parser,
     median_times,
@@ -49,8 +54,8 @@ from ep_dispatcher.tools.testing import make_routing
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
 USUAL_PATHS = ["serial", "nccl"]
-PATHS = dict.fromkeys(["serial", "parts", "parts-serial"], "GEMMs") | {"nccl": "grouped_mm"}  # and its GEMMs
-PASSES = ("forward", "forward+backward")
+PATHS = dict.fromkeys(["nodes", "serial", "whole", "parts", "parts-serial"], "GEMMs") | {"nccl": "grouped_mm"}
+PASSES = ("forward", "forward+backward", "recompute")
 TOPK = 8
 
 
@@ -157,13 +162,15 @@ def sides_of(
     assert out.topk_weights is not None
     most = {
         1: most_rows(out),
-        2: max(most_rows(buffer.dispatch(x, idx)) for x, idx in zip(*map(overlap.split_tokens, (x, idx)))),
+        2: max(most_rows(buffer.dispatch(*part)) for part in zip(*(overlap.split_tokens(t, 2) for t in (x, idx)))),
     }
     ends = out.tokens_per_expert.cumsum(0).int()
 
     def layer(path: str, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         num_parts = 2 if path.startswith("parts") else 1
-        options = dict(overlap=path == "parts", num_parts=num_parts, max_recv_rows=most[num_parts])
+        if path == "nodes":
+            return run_grouped_nodes(buffer, x, idx, weights, Parameters(w1, w2), most[1], 1)
+        options = dict(overlap=path in ("parts", "whole"), num_parts=num_parts, max_recv_rows=most[num_parts])
         return ep.moe_mlp(buffer, x, idx, weights, w1, w2, **options)
 
     def experts(rows: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -185,8 +192,9 @@ def sides_of(
     sides: dict[tuple[str, str], Callable[[], None]] = {}
     for path, (call, arguments) in calls.items():
         once = partial(forward, call, [t.detach() for t in arguments])
-        back = partial(both, call, [t.detach().requires_grad_() for t in arguments])
-        sides |= {(name, path): run for name, run in zip(PASSES, (once, back))}
+        leaves = [t.detach().requires_grad_() for t in arguments]
+        runs = once, partial(both, call, leaves), partial(both, partial(recomputed, call), leaves)
+        sides |= {(name, path): run for name, run in zip(PASSES, runs, strict=True)}
     return sides, ran
 
 
@@ -198,6 +206,12 @@ def both(call: Callable[..., Tensor], leaves: list[Tensor]) -> None:
     """Forward, and a backward for every argument. The gradients are dropped at once: they are large."""
     y = call(*leaves)
     torch.autograd.grad(y, leaves, y.detach())
+
+
+def recomputed(call: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    # A CUDA graph has no random states to keep.
+    options = dict(use_reentrant=False, preserve_rng_state=False, context_fn=ep.recompute_contexts)
+    return checkpoint(call, *given, **options)
 
 
 @cache

@@ -18,6 +18,7 @@ from lib.megatron_experts import (
     OVERLAP,
     make_grouped_layer,
     note_parts,
+    parts,
     said,
     switched_on,
     two_parts,
@@ -48,14 +49,16 @@ from ep_dispatcher.integrations.megatron.grouped_experts import experts
 from ep_dispatcher.moe import overlap
 
 HEAD = "ep_dispatcher runs dispatch and combine under the experts' GEMMs in"
+HEAD_OF_ONE_PART = "ep_dispatcher runs the last combine of the backward under the experts' GEMMs in"
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @on_ranks()
-def test_several_microbatches_in_flight(rank: int):
+def test_several_microbatches_in_flight(rank: int, num_parts: int):
     """Forwards of three microbatches, then backwards in another order, as pipelines run them."""
     results = []
     for mode in (GROUPED_GEMMS, OVERLAP):
-        with switched_on(mode), two_parts() as runs:
+        with switched_on(mode), parts(num_parts) as runs:
             layer = make_layer(make_config())
             flying = [Microbatch(layer, tokens_of(rank, number)) for number in range(3)]
             found = {}
@@ -65,7 +68,37 @@ def test_several_microbatches_in_flight(rank: int):
                 assert note == f"layer 1, microbatch {number + 1}, backward", note
             assert len(runs) == (3 if mode == OVERLAP else 0)
         results.append(found)
+    if num_parts == 1:
+        assert_same_bits(*results)
     assert_agree(*results)
+
+
+@pytest.mark.parametrize("settings", [{}, MOE_ACT, MOE], ids=["plain", "moe_act", "recompute moe"])
+@pytest.mark.parametrize("hooked", [False, True])
+@on_ranks()
+def test_one_part_has_the_bits_of_separate_steps(rank: int, settings: dict, hooked: bool):
+    """Inside a node. A rank with a hook on its experts leaves dispatch and combine to the dispatcher, unlike the other.
+
+    Sums in main_grad have the same bits too.
+    """
+    results = []
+    for mode in (GROUPED_GEMMS, OVERLAP):
+        config = make_config(**GROUPED, **settings)
+        config.gradient_accumulation_fusion = True
+        with switched_on(mode), parts(1) as runs:
+            layer = make_grouped_layer(config)
+            ddp = ddp_of(layer, config)
+            if hooked and rank == 1:
+                layer.experts.register_forward_hook(lambda *given: None)
+            ddp.zero_grad_buffer()
+            found = {}
+            for number in range(2):
+                found |= {f"{name} {number}": one for name, one in step(ddp, tokens_of(rank, number), number).items()}
+            found |= {name: p.main_grad.clone() for name, p in layer.named_parameters() if "experts" in name}
+            is_one_node = mode == OVERLAP and not (hooked and rank == 1)
+            assert len(runs) == (2 * (1 + (settings == MOE)) if is_one_node else 0)
+        results.append(found)
+    assert_same_bits(*results)
 
 
 @on_ranks()
@@ -219,10 +252,14 @@ def test_what_cannot_run_so_is_named_with_its_reason(rank: int):
 @pytest.mark.skipif(on_gpu(), reason="with a stand-in for the GPU's buffer")
 @on_ranks()
 def test_the_line_where_layers_overlap(rank: int, monkeypatch):
-    """As between nodes on GPUs; without a limit of rows the host waits, and the line says it."""
-    monkeypatch.setattr(overlap, "no_overlap_reason", lambda buffer: None)
+    """As on GPUs: inside a node, and between nodes. Without a limit of rows the host waits, and the line says it."""
+    monkeypatch.setattr(overlap, "no_side_stream_reason", lambda buffer: None)
+    with switched_on(OVERLAP) as printed:
+        make_layer(make_config())(tokens_of(rank))
+    line = f"{HEAD_OF_ONE_PART} 1 of 1 MoE layers"
+    assert said(printed, HEAD_OF_ONE_PART) == line * (rank == 0)
     for factor in (None, 4):
-        with switched_on(OVERLAP) as printed, environment(rank_capacity_factor=factor):
+        with switched_on(OVERLAP) as printed, two_parts(), environment(rank_capacity_factor=factor):
             make_layer(make_config())(tokens_of(rank))
             waits = ". The host waits for the counts of each dispatch: --ep-dispatcher-rank-capacity-factor"
             waits += " is not given"
@@ -273,6 +310,6 @@ def test_dispatch_and_combine_under_the_gemms(rank: int, monkeypatch, settings: 
         assert difference(two, one) < (2**-8 if by_autograd else 1e-4), key
     assert_same_bits(*results)
     recomputed = "moe" in settings.get("recompute_modules", ())
-    assert len(runs) == ((6 if recomputed else 3) if on_gpu() else 0)
+    assert len(runs) == (6 if recomputed else 3), "in one part on a CPU"
     if on_gpu():
         assert rank > 0 or said(printed, HEAD).startswith(f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens")

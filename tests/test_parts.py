@@ -1,6 +1,8 @@
-"""moe_mlp in two parts of the tokens: the dense layer, whatever the tokens of the ranks; the order of operations."""
+"""moe_mlp as one node of autograd, in one part of the tokens or two: the bits of separate steps, whatever the tokens of
+the ranks; the order of operations."""
 
 import contextlib
+import itertools
 import types
 from functools import partial
 
@@ -11,12 +13,15 @@ from lib.dispatch_combine import make_buffer as buffer_of
 from lib.errors import assert_refused, error_of
 from lib.experts import MAX_TOKENS, SIZES, compare_with_dense, given_to, layer, make_case
 from lib.faults import operations_so_far
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.cuda import streams
-from ep_dispatcher.moe import overlap
+from ep_dispatcher.moe import float8_gemm, overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
+from ep_dispatcher.moe.mlp import run_grouped_nodes
 
 
 @pytest.mark.parametrize("sizes", [[1, 17], [0, 1], [2, 0], [0, 0]], ids=str)
@@ -39,7 +44,7 @@ def test_gradients_of_weights_are_written_once(rank: int, engine: str, dtype: to
         for keep_activated in (True, False):
             take: list = []
             options = dict(keep_activated=keep_activated, take_grads=take.append, overlap=True)
-            y = overlap.mlp_in_parts(buffer, x, idx, weights, Parameters(w1, w2), None, **options)
+            y = overlap.mlp_in_parts(buffer, x, idx, weights, Parameters(w1, w2), None, 2, **options)
             y.sum().backward()
             (write,) = take
             sums = [torch.empty_like(w) for w in (w1, w2)]
@@ -49,6 +54,64 @@ def test_gradients_of_weights_are_written_once(rank: int, engine: str, dtype: to
             write(Parameters(*sums), True)
             for a, b in zip(sums, plain):
                 torch.testing.assert_close(a, b.grad.float() + 1, rtol=2e-2, atol=2e-2)
+
+
+def one_node(buffer: ep.Buffer, idx: Tensor, max_recv_rows: int | None, num_parts: int, *leaves: Tensor, **options):
+    """Run the layer as GPUs do. leaves: x, topk_weights, w1, w2 and perhaps b1, b2"""
+    x, probs, *parameters = leaves
+    inputs = buffer, x, idx, probs, Parameters(*parameters), max_recv_rows, num_parts
+    return overlap.mlp_in_parts(*inputs, **dict(overlap=True) | options)
+
+
+def separate_nodes(
+    buffer: ep.Buffer, idx: Tensor, max_recv_rows: int | None, num_parts: int, *leaves: Tensor, **options
+):
+    """Run the same layer with an autograd node for each step."""
+    x, probs, *parameters = leaves
+    return run_grouped_nodes(buffer, x, idx, probs, Parameters(*parameters), max_recv_rows, num_parts, **options)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        *((kind, torch.bfloat16) for kind in ("plain", "fixed rows", "keeps less", "biases", "float8")),
+        exhaustive("plain", torch.float32),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_one_part_has_the_bits_of_separate_nodes(rank: int, engine: str, kind: str, dtype: torch.dtype) -> None:
+    """Also under a recompute, where gradients accumulate, and where only one of the two ranks runs a single node."""
+    case, inputs = make_case(2, 1, dtype, sizes=SIZES)
+    x, idx, probs, w1, w2 = given_to(rank, engine, case, inputs)
+    given = [x, probs, w1, w2]
+    if kind == "biases":
+        given += [torch.linspace(-1, 1, w[..., 0].numel()).view(w.shape[:-1]).to(w) for w in (w1, w2)]
+    options: dict = {"keeps less": dict(keep_activated=False)}.get(kind, {})
+    if kind == "float8":
+        quantized = float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
+        options = dict(quantize="e4m3_1x128_pow2", float8=quantized)
+    max_recv_rows = 100 if kind == "fixed rows" else None
+
+    def results_of(buffer: ep.Buffer, run, recomputes: bool) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in given]
+        run = partial(run, buffer, idx, max_recv_rows, 1, **options)
+        results = []
+        for factor in (1, 3):  # the second pass accumulates
+            if recomputes:
+                y = checkpoint(run, *leaves, use_reentrant=False, context_fn=ep.recompute_contexts)
+            else:
+                y = run(*leaves)
+            y.backward(torch.linspace(-factor, factor, y.numel(), device=y.device).view(y.shape).to(y.dtype))
+            results.append(y.detach())
+        return [*results, *(leaf.grad for leaf in leaves)]
+
+    with buffer_of(case, engine, MAX_TOKENS) as buffer:
+        for recomputes in (False, True):
+            plain = results_of(buffer, separate_nodes, recomputes)
+            for run in (one_node, one_node if rank == 0 else separate_nodes):
+                found = results_of(buffer, run, recomputes)
+                assert all(map(torch.equal, plain, found)), (recomputes, run)
 
 
 @contextlib.contextmanager
@@ -62,12 +125,15 @@ def small_layer(rank: int, num_ranks: int = 1):
         yield buffer, [leaf.requires_grad_() for leaf in leaves], idx
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("asked", [(0, 1, 2, 3), (2, 3), (0,), (1, 2)])
 @on_ranks(2)
-def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int, ...]) -> None:
+def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int, ...], num_parts: int) -> None:
     """Rank 0 runs overlap.py, rank 1 the steps as nodes of autograd, as torch.compile does: the order is the same."""
+    out = {1: ["dispatch 5"], 2: ["dispatch 3", "dispatch 2"]}[num_parts]
+    back = [operation.replace("dispatch", "combine") for operation in out]
     with small_layer(rank, 2) as (buffer, leaves, idx), pytest.MonkeyPatch.context() as patch:
-        x, probs, w1, w2 = leaves
+        x, probs, *_ = leaves
         operations: list[str] = []
         for name in ("dispatch", "combine"):
             engine = buffer.live_engine()
@@ -78,13 +144,12 @@ def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int
                 return call(*given, **options)
 
             patch.setattr(engine, name, noted)
-        for observed in (False, rank == 1, True):
-            patch.setattr("ep_dispatcher.moe.mlp.is_observed", lambda _, observed=observed: observed)
+        for separate in (False, rank == 1, True):
             operations.clear()
-            y = ep.moe_mlp(buffer, x, idx, probs, w1, w2, num_parts=2)
+            y = (separate_nodes if separate else one_node)(buffer, idx, None, num_parts, *leaves)
             torch.autograd.grad(y.sum(), [leaves[i] for i in asked])
-            right = ["dispatch 3", "dispatch 2", "combine 3", "combine 2", "dispatch 2", "dispatch 3"]
-            assert operations == right + ["combine 2", "combine 3"] * bool({0, 1} & set(asked))
+            right = [*out, *back, *reversed(out)]
+            assert operations == right + [*reversed(back)] * bool({0, 1} & set(asked))
         ep.dispatch(buffer, x.detach(), idx, probs.detach())  # all ranks are in step
 
 
@@ -153,6 +218,18 @@ BACKWARD = """
     main waits for side
     side waits for main
 """
+FORWARD_OF_ONE_PART = "main: dispatch 5; main: experts; main: combine 5"
+BACKWARD_OF_ONE_PART = """
+    side waits for main
+    main: dispatch 5
+    main: gradients of rows; main: event 1
+    side waits for event 1 of main; side: combine 5
+    main: gradients of weights
+    side waits for main
+    main waits for side; main: parts of the gradients of topk_weights
+    main waits for side
+    side waits for main
+"""
 CAT = "parts of the gradients of topk_weights"
 
 
@@ -170,6 +247,7 @@ class Machine:
         patch.setattr(torch.cuda, "stream", self.using)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
+        patch.setattr(overlap, "no_side_stream_reason", lambda buffer: None)
         patch.setattr(overlap, "_Operations", partial(self.lane, overlap._Operations))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             engine = buffer.live_engine()
@@ -193,10 +271,11 @@ class Machine:
         yield
         self.current = before
 
-    def lane(self, make, *given, **options) -> overlap._Operations:
+    def lane(self, make, buffer, x, num_parts, overlaps, num_operations) -> overlap._Operations:
         """A lane as on a GPU. Its engine notes who gives it up."""
-        lane = make(*given, **options)
-        lane.main, lane.side = self.main, self.side
+        lane = make(buffer, x, num_parts, overlaps, num_operations)
+        if overlaps:
+            lane.main, lane.side = self.main, self.side
         lane.engine = types.SimpleNamespace(give_up=lambda doing, error: self.given_up.append(f"{doing}: {error}"))
         return lane
 
@@ -224,6 +303,31 @@ def test_the_order_of_launches(rank: int) -> None:
             assert machine.log == right
 
 
+@on_ranks(2)
+def test_one_part_launches_its_last_combine_before_the_gradients_of_weights(rank: int) -> None:
+    with small_layer(rank, 2) as (buffer, leaves, idx):
+        for max_recv_rows, overlaps in ((None, True), (40, True), (40, False)):
+            with pytest.MonkeyPatch.context() as patch:
+                machine = Machine(patch, buffer)
+                y = one_node(buffer, idx, max_recv_rows, 1, *leaves, overlap=overlaps)
+                assert machine.log == lines_of(FORWARD_OF_ONE_PART)
+                machine.log.clear()
+                found = torch.autograd.grad(y.sum(), leaves)
+                if overlaps:
+                    assert machine.log == lines_of(BACKWARD_OF_ONE_PART)
+                else:
+                    steps = "dispatch 5", "gradients of rows", "combine 5", "gradients of weights", CAT
+                    assert machine.log == [f"main: {step}" for step in steps]
+            plain = separate_nodes(buffer, idx, max_recv_rows, 1, *leaves)
+            assert torch.equal(y, plain) and all(map(torch.equal, found, torch.autograd.grad(plain.sum(), leaves)))
+        with pytest.MonkeyPatch.context() as patch:
+            machine = Machine(patch, buffer)
+            y = one_node(buffer, idx, 40, 1, *leaves)
+            machine.log.clear()
+            torch.autograd.grad(y.sum(), leaves[2:])
+            assert not any("combine" in step for step in machine.log), "a combine whose result nobody asks for"
+
+
 @on_ranks(1)
 def test_a_later_write_orders_the_memory_that_it_reads(rank: int) -> None:
     """Gradients of weights in another stream, when the layer is over: it reads memory of the side stream."""
@@ -231,7 +335,7 @@ def test_a_later_write_orders_the_memory_that_it_reads(rank: int) -> None:
     with small_layer(rank) as (buffer, leaves, idx), pytest.MonkeyPatch.context() as patch:
         x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
         machine = Machine(patch, buffer)
-        given = buffer, x, idx, probs, Parameters(w1, w2), 40
+        given = buffer, x, idx, probs, Parameters(w1, w2), 40, 2
         overlap.mlp_in_parts(*given, overlap=True, take_grads=take.append).sum().backward()
         machine.log.clear()
         machine.current = Stream("other", machine.log)
@@ -244,11 +348,14 @@ def test_a_later_write_orders_the_memory_that_it_reads(rank: int) -> None:
 def test_an_error_while_peers_wait_ends_the_buffer(rank: int) -> None:
     """An error while operations are left ends the buffer; a ValueError does not, nor one behind the last operation."""
     with small_layer(rank) as (buffer, leaves, idx):
-        for place, kind, ends in (
-            ("forward_rows", torch.cuda.OutOfMemoryError, True),
-            ("forward_rows", ValueError, False),
-            ("backward_rows", torch.cuda.OutOfMemoryError, True),
-            ("write_parameter_grads", torch.cuda.OutOfMemoryError, False),
+        for num_parts, (place, kind, ends) in itertools.product(
+            (1, 2),
+            (
+                ("forward_rows", torch.cuda.OutOfMemoryError, True),
+                ("forward_rows", ValueError, False),
+                ("backward_rows", torch.cuda.OutOfMemoryError, True),
+                ("write_parameter_grads", torch.cuda.OutOfMemoryError, False),
+            ),
         ):
 
             def fail(*_, kind=kind):
@@ -258,9 +365,10 @@ def test_an_error_while_peers_wait_ends_the_buffer(rank: int) -> None:
                 patch.setattr(overlap, place, fail)
                 machine = Machine(patch, buffer)
                 with pytest.raises(kind, match="made up"):
-                    ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2).sum().backward()
+                    one_node(buffer, idx, None, num_parts, *leaves).sum().backward()
                 assert machine.given_up == ["ran the experts of a layer: made up"] * ends, place
-                assert machine.log[-2:] == ["main waits for side", "side waits for main"]
+                if num_parts == 2 or place != "forward_rows":
+                    assert machine.log[-2:] == ["main waits for side", "side waits for main"]
 
 
 def test_main_streams_do_not_share_a_side_stream(monkeypatch):

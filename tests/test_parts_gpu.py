@@ -1,4 +1,4 @@
-"""moe_mlp in two parts on GPUs: the bits of one step after the other, memory of two streams, an end to every wait."""
+"""moe_mlp with overlap on GPUs: the bits of one step after the other, memory of two streams, an end to every wait."""
 
 import contextlib
 import time
@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
+from ep_dispatcher.moe import float8_gemm
 from ep_dispatcher.moe import overlap as overlapping
 from ep_dispatcher.moe.grouped_mlp import Parameters
+from ep_dispatcher.moe.mlp import run_grouped_nodes
 from ep_dispatcher.tools.testing import device_of
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
@@ -87,7 +89,9 @@ def run_layer(
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def run_with_sums(buffer: ep.Buffer, given: tuple[Tensor, ...], **options: Any) -> tuple[list[Tensor], Callable]:
+def run_with_sums(
+    buffer: ep.Buffer, given: tuple[Tensor, ...], num_parts: int, **options: Any
+) -> tuple[list[Tensor], Callable]:
     """Run a layer as Megatron does: gradients of w1 and w2 are added to float32 sums, which are 1 before.
 
     Return y, the gradients of x and topk_weights and all sums; and the function that adds to the sums.
@@ -99,7 +103,8 @@ def run_with_sums(buffer: ep.Buffer, given: tuple[Tensor, ...], **options: Any) 
     leaves = [x.clone().requires_grad_(), topk_weights.clone().requires_grad_()]
     enough = rows_of(counted=False)["max_recv_rows"]
     options |= dict(take_grads=take.append)
-    y = overlapping.mlp_in_parts(buffer, leaves[0], idx, leaves[1], Parameters(w1, w2), enough, **options)
+    inputs = buffer, leaves[0], idx, leaves[1], Parameters(w1, w2), enough, num_parts
+    y = overlapping.mlp_in_parts(*inputs, **options)
     go_back(y)
     (write,) = take
     return [y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]], partial(write, Parameters(*sums), True)
@@ -130,10 +135,56 @@ def both_ways(rank: int, kinds: list[str], ranks_per_node: int, dtype: torch.dty
                 found = run_layer(buffer, given, num_parts=2, **rows_of(counted))
                 assert_same(plain, found, f"step {step}, {kind}, {counted=}")
             one_part = run_layer(buffer, given, overlap=False, num_parts=1)
+            for counted in (True, False):
+                found = run_layer(buffer, given, num_parts=1, **rows_of(counted))
+                assert_same(one_part, found, f"step {step}, {kind}, {counted=}, in one part")
             for name, a, b in zip(NAMES, one_part, plain):
                 largest = float(a.abs().max()) if a.numel() else 0.0
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * max(1.0, largest), msg=name)
         buffer.check()
+
+
+def run_in_one_part(buffer: ep.Buffer, given: tuple[Tensor, ...], *, separate: bool, quantizes: bool) -> list[Tensor]:
+    """Return what run_layer does, with a node of autograd for each step or one node for all."""
+    x, idx, *others = given
+    leaves = [t.clone().requires_grad_() for t in (x, *others)]
+    inputs = buffer, leaves[0], idx, leaves[1], Parameters(*leaves[2:]), rows_of(False)["max_recv_rows"], 1
+    options: dict[str, Any] = {}
+    if quantizes:
+        options["quantize"] = "e4m3_1x128_pow2"
+        options["float8"] = tuple(float8_gemm.quantize_weights(w) for w in others[1:])
+    if separate:
+        y = run_grouped_nodes(*inputs, **options)
+    else:
+        y = overlapping.mlp_in_parts(*inputs, overlap=True, **options)
+    go_back(y)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def as_separate_nodes(rank: int, quantizes: bool) -> None:
+    """Compare bits, and the memory that both need."""
+    with make_buffer(dist.get_world_size()) as buffer:
+        for step, kind in enumerate(KINDS):
+            given = layer_inputs(rank, kind, 2900 - 577 * rank, step)
+            results, peaks = [], []
+            for separate in (True, False):
+                run_in_one_part(buffer, given, separate=separate, quantizes=quantizes)  # compiles kernels
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                results.append(run_in_one_part(buffer, given, separate=separate, quantizes=quantizes))
+                torch.cuda.synchronize()
+                peaks.append(torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in results[-1]))
+            assert_same(*results, kind)
+            # The gradient of x lives while those of weights are computed, and that of topk_weights is copied.
+            most = given[0].nbytes + 2 * given[2].nbytes + 16384
+            assert peaks[1] - peaks[0] <= most, f"{peaks} bytes, but at most {most} more are expected"
+        buffer.check()
+
+
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_one_part_has_the_bits_of_separate_nodes(pools, quantizes):
+    pools(2).run(as_separate_nodes, quantizes)
 
 
 @pytest.mark.parametrize("num_ranks, ranks_per_node", NODES)
@@ -146,14 +197,14 @@ def test_float16(pools):
     pools(2).run(partial(both_ways, dtype=torch.float16), ["uniform", "few"], 1)
 
 
-def many_steps(rank: int, ranks_per_node: int, counted: bool) -> None:
+def many_steps(rank: int, ranks_per_node: int, counted: bool, num_parts: int | None) -> None:
     """Other routings and other memory at each step, and no host waits. New tensors are filled with NaN in between."""
     with make_buffer(ranks_per_node) as buffer:
         given = [layer_inputs(rank, KINDS[n % 3], 2900 - 577 * rank - 300 * (n % 4), n) for n in range(6)]
-        plain = [run_layer(buffer, one, overlap=False, num_parts=2) for one in given]
-        found = []
+        plain = [run_layer(buffer, one, overlap=False, num_parts=num_parts or 2) for one in given]
+        found, options = [], dict(num_parts=num_parts, **rows_of(counted))
         for step in range(18):
-            found.append(run_layer(buffer, given[step % 6], between=fill_what_is_free, **rows_of(counted)))
+            found.append(run_layer(buffer, given[step % 6], between=fill_what_is_free, **options))
             fill_what_is_free()
         for step, values in enumerate(found):
             assert_same(plain[step % 6], values, f"step {step}")
@@ -161,24 +212,25 @@ def many_steps(rank: int, ranks_per_node: int, counted: bool) -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("num_ranks, ranks_per_node", [(2, 1), (4, 2)])
-def test_many_steps_in_a_row(pools, num_ranks, ranks_per_node, counted):
-    """By default: layers between nodes run in two parts."""
-    pools(num_ranks).run(many_steps, ranks_per_node, counted)
+@pytest.mark.parametrize("num_ranks, ranks_per_node, num_parts", [(2, 1, None), (4, 2, None), (2, 2, 1), (4, 2, 1)])
+def test_many_steps_in_a_row(pools, num_ranks, ranks_per_node, num_parts, counted):
+    """By default layers between nodes run in two parts."""
+    pools(num_ranks).run(many_steps, ranks_per_node, counted, num_parts)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("counted", [True, False])
 @on_ranks(2)
-def test_layers_in_two_streams(rank: int, counted: bool) -> None:
+def test_layers_in_two_streams(rank: int, counted: bool, num_parts: int) -> None:
     """Layers in two streams in turn. Only the buffer orders these: each has memory and a side stream of its own."""
     with make_buffer() as buffer:
         given = [layer_inputs(rank, kind, 2900 - 577 * rank, n) for n, kind in enumerate(KINDS)]
-        plain = [run_layer(buffer, one, overlap=False, num_parts=2) for one in given]
+        plain = [run_layer(buffer, one, overlap=False, num_parts=num_parts) for one in given]
         torch.cuda.synchronize()
         streams, found = [torch.cuda.Stream() for _ in range(2)], []
         for step in range(12):
             with torch.cuda.stream(streams[step % 2]):
-                found.append(run_layer(buffer, given[step % 3], num_parts=2, **rows_of(counted)))
+                found.append(run_layer(buffer, given[step % 3], num_parts=num_parts, **rows_of(counted)))
                 torch.full((1 << 23,), float("nan"), device="cuda")
         torch.cuda.synchronize()
         for step, values in enumerate(found):
@@ -219,12 +271,14 @@ def in_a_graph(rank: int, ranks_per_node: int, num_parts: int) -> None:
                 assert_same(replayed, step(overlap=overlap), f"{seed=}, {overlap=}")
 
 
-@pytest.mark.parametrize("num_ranks, ranks_per_node, num_parts", [*((*nodes, 2) for nodes in NODES), (2, 1, 1)])
+@pytest.mark.parametrize(
+    "num_ranks, ranks_per_node, num_parts", [*((*nodes, 2) for nodes in NODES), (2, 1, 1), (2, 2, 1)]
+)
 def test_a_graph_of_forward_and_backward(pools, num_ranks, ranks_per_node, num_parts):
     pools(num_ranks).run(in_a_graph, ranks_per_node, num_parts)
 
 
-def each_its_own_way(rank: int, ranks_per_node: int) -> None:
+def each_its_own_way(rank: int, ranks_per_node: int, num_parts: int) -> None:
     """Ranks with overlap beside ranks without. Not all inputs want gradients."""
     with make_buffer(ranks_per_node) as buffer:
         for step, wanted in enumerate(((0, 1, 2, 3), (2, 3), (0,), ())):
@@ -232,7 +286,7 @@ def each_its_own_way(rank: int, ranks_per_node: int) -> None:
             results = []
             for overlap in (False, True, (rank + step) % 2 == 0):
                 leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, *others))]
-                y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], overlap=overlap, num_parts=2)
+                y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], overlap=overlap, num_parts=num_parts)
                 if wanted:
                     go_back(y)
                 results.append([y.detach(), *(t.grad for t in leaves if t.grad is not None)])
@@ -242,9 +296,9 @@ def each_its_own_way(rank: int, ranks_per_node: int) -> None:
         buffer.check()
 
 
-@pytest.mark.parametrize("num_ranks, ranks_per_node", [(2, 1), (4, 2)])
-def test_ranks_that_choose_differently(pools, num_ranks, ranks_per_node):
-    pools(num_ranks).run(each_its_own_way, ranks_per_node)
+@pytest.mark.parametrize("num_ranks, ranks_per_node, num_parts", [(2, 1, 2), (4, 2, 2), (2, 2, 1), (4, 2, 1)])
+def test_ranks_that_choose_differently(pools, num_ranks, ranks_per_node, num_parts):
+    pools(num_ranks).run(each_its_own_way, ranks_per_node, num_parts)
 
 
 @on_ranks(2)
@@ -257,21 +311,23 @@ def test_a_forward_has_the_bits_of_one_part(rank: int) -> None:
             assert torch.equal(one, two), kind
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @on_ranks(2)
-def test_the_host_waits_for_nothing(rank: int) -> None:
+def test_the_host_waits_for_nothing(rank: int, num_parts: int) -> None:
     with make_buffer() as buffer:
         given = layer_inputs(rank, "uniform", 2500, seed=0)
-        plain = run_layer(buffer, given, num_parts=2, **rows_of(False))
+        plain = run_layer(buffer, given, num_parts=num_parts, **rows_of(False))
         torch.cuda.set_sync_debug_mode("error")  # raises where the host waits
         try:
-            found = run_layer(buffer, given, num_parts=2, **rows_of(False))
+            found = run_layer(buffer, given, num_parts=num_parts, **rows_of(False))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert_same(plain, found, "again")
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @on_ranks(2)
-def test_gradients_are_written_behind_other_layers(rank: int) -> None:
+def test_gradients_are_written_behind_other_layers(rank: int, num_parts: int) -> None:
     """As with delay_wgrad_compute: gradients of weights are written when another layer has run."""
     with make_buffer() as buffer:
         given = [layer_inputs(rank, kind, 2500 - 300 * rank, n) for n, kind in enumerate(KINDS)]
@@ -279,7 +335,8 @@ def test_gradients_are_written_behind_other_layers(rank: int) -> None:
         for overlap, most_waiting in ((False, 0), (True, 0), (True, 2)):
             found, waiting = [], []
             for step in range(8):
-                values, write = run_with_sums(buffer, given[step % 3], overlap=overlap, keep_activated=step % 2 == 0)
+                options = dict(overlap=overlap, keep_activated=step % 2 == 0)
+                values, write = run_with_sums(buffer, given[step % 3], num_parts, **options)
                 found.append(values)
                 waiting.append(write)
                 fill_what_is_free()
@@ -295,17 +352,19 @@ def test_gradients_are_written_behind_other_layers(rank: int) -> None:
             assert_same(plain, found, f"step {step}")
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @on_ranks(2)
-def test_a_recompute(rank: int) -> None:
+def test_a_recompute(rank: int, num_parts: int) -> None:
     """Two layers, each in a checkpoint: a forward without gradients, and again in the backward."""
     with make_buffer() as buffer:
         _, idx, *weights = layer_inputs(rank, "hot", 2500 - 300 * rank, seed=1)
         x = layer_inputs(rank, "uniform", 2500 - 300 * rank, seed=2)[0]
         results = []
         for recomputes, counted in ((False, True), (True, True), (True, False)):
+            options = dict(overlap=recomputes, num_parts=num_parts, **rows_of(counted))
             for _ in range(2):
                 leaves = [t.clone().requires_grad_() for t in (x, *weights)]
-                layer = partial(residual_layer, buffer, idx, overlap=recomputes, num_parts=2, **rows_of(counted))
+                layer = partial(residual_layer, buffer, idx, **options)
                 y = leaves[0]
                 for _ in range(2):
                     y = checkpoint(layer, y, *leaves[1:], use_reentrant=False) if recomputes else layer(y, *leaves[1:])

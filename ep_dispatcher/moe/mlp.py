@@ -62,9 +62,10 @@ def moe_mlp(
     activation     "swiglu", "geglu", "situ"; without a gate "gelu", "squared_relu"; or an ep.Activation, for example
                    that of gpt-oss: ep.Activation("silu", alpha=1.702, limit=7.0, offset=1.0)
     max_recv_rows  as in ep.dispatch, for each part. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        with two parts: let communication run under the GEMMs. Every bit of the results is the same. It needs
-                   a GPU and bfloat16 or float16. Elsewhere it changes nothing, and ep.why_no_overlap(buffer) says why.
-                   Ranks may choose differently
+    overlap        let communication run under the GEMMs: with two parts in both passes, otherwise the combine of the
+                   backward under the gradients of weights. Every bit of the results is the same. It needs a GPU,
+                   bfloat16 or float16, and no redundant experts. Elsewhere it changes nothing. Ranks may choose
+                   differently
     num_parts      1 or 2, the same on all ranks. 2: the first half of this rank's tokens, and the rest. Each part has a
                    dispatch and a combine of its own. With overlap these run under the GEMMs of the other part. None:
                    2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of 2048 or more;
@@ -142,10 +143,8 @@ def moe_mlp(
         with torch.cuda.device_of(x):
             if quantize is not None:
                 options["float8"] = float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
-            inputs = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows
-            if num_parts > 1:
-                return overlapping.mlp_in_parts(*inputs, overlap=overlap, quantize=quantize, **options)
-            return run_grouped_nodes(*inputs, num_parts, quantize=quantize, **options)
+            inputs = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, num_parts
+            return overlapping.mlp_in_parts(*inputs, overlap=overlap, quantize=quantize, **options)
     padded_parameters = pad_parameters(parameters, activation.pair)
 
     def run_experts(dispatched: Sequence[DispatchOutput]) -> Sequence[Tensor]:
@@ -199,11 +198,11 @@ def _check_width(argument: str, intermediate: int, dtype: torch.dtype, device: s
 
 
 def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | None:
-    """Return why ``ep.moe_mlp`` with this buffer runs its steps one after the other. None: it overlaps them.
+    """Return why ``ep.moe_mlp`` with this buffer does not overlap its steps in two parts. None: it does.
 
         reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
 
-    num_parts   as in ep.moe_mlp
+    num_parts   as in ep.moe_mlp. With one part there is a reason, but the combine of the backward overlaps on a GPU
 
     It sends nothing, and needs no other rank. ``torch.compile`` and tools that look at operators (FakeTensor, make_fx)
     never overlap, whatever this returns.
@@ -231,7 +230,6 @@ def run_nodes(
     run_experts: takes the dispatch of each part, and returns the results for its rows
     handles: as in mlp_in_parts
     """
-    parts = [(x, topk_idx, topk_weights)]
     if num_parts > 1:  # an error about B comes before anything of A is sent
         engine = buffer.live_engine()
         dispatch_request(
@@ -239,10 +237,7 @@ def run_nodes(
         )
         if _has_values(topk_idx):
             engine.check_routing(topk_idx)
-        x_a, x_b = overlapping.split_tokens(x)
-        topk_idx_a, topk_idx_b = overlapping.split_tokens(topk_idx)
-        topk_weights_a, topk_weights_b = overlapping.split_tokens(topk_weights)
-        parts = [(x_a, topk_idx_a, topk_weights_a), (x_b, topk_idx_b, topk_weights_b)]
+    parts = list(zip(*(overlapping.split_tokens(t, num_parts) for t in (x, topk_idx, topk_weights))))
     # All parts are dispatched before the first experts run.
     if handles:
         dispatched = [

@@ -1,4 +1,15 @@
-"""A layer of experts in two parts of its tokens: communication of one part runs under the GEMMs of the other.
+"""A layer of experts as one node of autograd, so that communication runs under GEMMs that do not depend on it.
+
+A layer in one part has one such place, in the backward. Gradients of weights do not depend on the combine, nor it on
+them:
+
+                   main stream                                 side stream
+    forward        dispatch, experts, combine
+    backward       dispatch the gradients
+                   gradients of rows
+                   gradients of w1 and w2                      combine: gradients of x and topk_weights
+
+In two parts of the tokens communication of one part runs under the GEMMs of the other:
 
                    main stream                                 side stream
     forward                                                    dispatch A
@@ -12,14 +23,15 @@
 
 A is the first half of a rank's tokens, B the rest; a single token is in A. Each GEMM waits, by an event, for the whole
 operation before it. No kernel waits for another kernel on the same GPU, so no multiprocessors are set aside. The side
-stream has a higher priority: its blocks get multiprocessors as tiles end.
+stream has a higher priority: its blocks get multiprocessors as tiles end. What an operation in the side stream
+allocates is memory that the main stream cannot use later. In one part that is the gradient of topk_weights alone.
 
 Two parts pay off between nodes, where communication takes long. On one node they do not: every expert then has half as
 many rows in a GEMM, and there is little communication to hide (docs/performance.md).
 
 Operations are collective, so all ranks run the same parts, however many tokens they have. A rank without overlap runs
 the same operations in the same order, all in its current stream. So does the CPU engine. The backward begins with B, as
-autograd does under torch.compile, where each step is a node of its own.
+autograd does where each step is a node of its own (run_nodes in mlp.py).
 """
 
 from __future__ import annotations
@@ -78,6 +90,11 @@ def no_overlap_reason(buffer: Buffer, num_parts: int | None = None) -> str | Non
     """
     if resolve_num_parts(buffer, num_parts) == 1:
         return _one_part_reason(buffer) or "num_parts is 1"
+    return no_side_stream_reason(buffer)
+
+
+def no_side_stream_reason(buffer: Buffer) -> str | None:
+    """Return why operations of a layer run in the main stream, whatever the number of parts."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
         return "CUDA_LAUNCH_BLOCKING is set"
     return _no_kernels_reason(buffer)
@@ -127,8 +144,10 @@ def _needs_dispatch_backward(ctx: Any) -> bool:
     return any(needs_grad and _will_backward_run(node) for needs_grad, (node, _) in inputs)
 
 
-def split_tokens(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of part A and those of part B."""
+def split_tokens(t: Tensor, num_parts: int) -> tuple[Tensor, ...]:
+    """Return the tokens of each part: all of them, or those of A and those of B."""
+    if num_parts == 1:
+        return (t,)
     num_tokens_a = (t.shape[0] + 1) // 2
     return t[:num_tokens_a], t[num_tokens_a:]
 
@@ -140,20 +159,21 @@ def mlp_in_parts(
     topk_weights: Tensor,
     parameters: Parameters,
     max_recv_rows: int | None,
+    num_parts: int,
     *,
     overlap: bool,
     handles: list[Handle] | None = None,
     quantize: QuantizeBlocks | None = None,
     **options: Any,
 ) -> Tensor:
-    """Run ``ep.moe_mlp`` in two parts, with the options of grouped_mlp. The caller has checked the parameters.
+    """Run ``ep.moe_mlp`` in one or two parts, with the options of grouped_mlp. The caller has checked the parameters.
 
     max_recv_rows: the limit of each part
     quantize: as in ep.dispatch, only with float8
-    overlap: run its operations in a stream of their own, unless ``no_overlap_reason`` returns a reason
+    overlap: run operations beside GEMMs in a stream of their own, where a GPU and its kernels can
     handles: those of the parts, from an earlier call with this routing; an empty list is filled with new ones
     """
-    overlap = overlap and no_overlap_reason(buffer, num_parts=2) is None
+    overlap = overlap and no_side_stream_reason(buffer) is None
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
     mlp = make_mlp(x.dtype, parameters, **options)
@@ -170,13 +190,12 @@ def mlp_in_parts(
     )
     engine.check_routing(topk_idx)  # of B too, before anything of A is sent
     if handles is None:
-        handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request, num_parts=2)
-    return _MlpInParts.apply(
-        x, topk_weights, buffer, request, handles, mlp, overlap, *mlp.autograd_inputs(x, topk_weights)
-    )
+        handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request, num_parts)
+    inputs = mlp.autograd_inputs(x, topk_weights)
+    return _MlpInParts.apply(x, topk_weights, buffer, request, handles, mlp, num_parts, overlap, *inputs)
 
 
-_FIRST_PARAMETER = 8  # among the inputs of _MlpInParts, from x on
+_FIRST_PARAMETER = 9  # among the inputs of _MlpInParts, from x on
 
 
 class _MlpInParts(torch.autograd.Function):
@@ -189,6 +208,7 @@ class _MlpInParts(torch.autograd.Function):
         request: DispatchRequest,
         handles: list[Handle],
         mlp: Mlp,
+        num_parts: int,
         overlap: bool,
         anchor: Tensor | None,
         *tensors: Tensor,
@@ -197,7 +217,7 @@ class _MlpInParts(torch.autograd.Function):
         requests = [
             replace(request, rows=rows, topk_idx=idx, topk_weights=row_weights)
             for rows, idx, row_weights in zip(
-                split_tokens(x), split_tokens(request.topk_idx), split_tokens(topk_weights)
+                *(split_tokens(t, num_parts) for t in (x, request.topk_idx, topk_weights))
             )
         ]
         has_plans = bool(handles)
@@ -207,15 +227,15 @@ class _MlpInParts(torch.autograd.Function):
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # keeps them alive: combines read them until the end
-        with _Operations(buffer, x, overlap, num_operations=4) as operations:
+        # In one part no GEMM could run beside an operation.
+        overlaps_here = overlap and num_parts > 1
+        with _Operations(buffer, x, num_parts, overlaps_here, num_operations=2 * num_parts) as operations:
             # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
             # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
             # both cases launch combine A before the experts of B.
             needs_counts = requests[0].needs_counts
-            dispatched = [operations.dispatch(requests[0])]
-            if not needs_counts:
-                dispatched.append(operations.dispatch(requests[1]))
-            for i, out in enumerate(split_tokens(y)):
+            dispatched = [operations.dispatch(one) for one in (requests[:1] if needs_counts else requests)]
+            for i, out in enumerate(split_tokens(y, num_parts)):
                 received = operations.wait(*dispatched[i])
                 assert received.topk_weights is not None  # because the request has some
                 if not has_plans:
@@ -224,48 +244,53 @@ class _MlpInParts(torch.autograd.Function):
                 rows, saved_forward = forward_rows(received.rows, received.topk_weights, ends, mlp, received.scales)
                 experts_end = operations.record_event()
                 results.append(rows)
-                if needs_counts and i == 0:
-                    dispatched.append(operations.dispatch(requests[1]))
+                if len(dispatched) < num_parts:
+                    dispatched.append(operations.dispatch(requests[i + 1]))
                 handle = handles[i]
                 combine_request = CombineRequest(rows, handle.plan, len(out), message_rows=handle.message_rows, out=out)
                 operations.combine(combine_request, experts_end)
                 saved += [*saved_forward, handle.plan, handle.message_rows]
         ctx.save_for_backward(*saved, *tensors)
-        ctx.mlp, ctx.overlap, ctx.buffer, ctx.note = mlp, overlap, buffer, buffer.backward_note
+        ctx.mlp, ctx.buffer, ctx.note = mlp, buffer, buffer.backward_note
+        ctx.num_parts, ctx.overlap = num_parts, overlap
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Any, ...] = ctx.saved_tensors
+        num_parts: int = ctx.num_parts
         parts: list[SavedForward] = []
         plans: list[tuple[Any, Any]] = []
-        for i in (0, 1):
+        for i in range(num_parts):
             *saved_forward, plan, message_rows = saved[_SAVED_PER_PART * i : _SAVED_PER_PART * (i + 1)]
             parts.append(SavedForward(*saved_forward))
             plans.append((plan, message_rows))
-        parameter_tensors = saved[2 * _SAVED_PER_PART :]
+        parameter_tensors = saved[_SAVED_PER_PART * num_parts :]
         mlp: Mlp = ctx.mlp
         parameters, buffer = mlp.saved_parameters(parameter_tensors), backward_buffer(ctx)
         plans = [check_saved_plan(*plan) for plan in plans]
         needs_dispatch_backward = _needs_dispatch_backward(ctx)
+        # The main stream allocates the gradient of x, because it goes on to use it.
         grad_x = grad.new_empty(grad.shape) if needs_dispatch_backward else None
-        grad_topk_weights: list[Any] = [None, None]
-        grads: list[Any] = [None, None]
-        dispatched: list[Any] = [None, None]
-        with _Operations(buffer, grad, ctx.overlap, num_operations=4 if needs_dispatch_backward else 2) as operations:
-            for i in (1, 0):
+        grad_topk_weights: list[Any] = [None] * num_parts
+        grads: list[Any] = [None] * num_parts
+        dispatched: list[Any] = [None] * num_parts
+        last_to_first = range(num_parts - 1, -1, -1)
+        num_operations = 2 * num_parts if needs_dispatch_backward else num_parts
+        with _Operations(buffer, grad, num_parts, ctx.overlap, num_operations) as operations:
+            for i in last_to_first:
                 plan, message_rows = plans[i]
-                num_rows = parts[i].rows.shape[0]
+                num_rows, rows = parts[i].rows.shape[0], split_tokens(grad, num_parts)[i]
                 dispatched[i] = operations.dispatch(
-                    DispatchRequest(split_tokens(grad)[i], plan=plan, message_rows=message_rows, num_rows=num_rows)
+                    DispatchRequest(rows, plan=plan, message_rows=message_rows, num_rows=num_rows)
                 )
-            for i in (1, 0):
+            for i in last_to_first:
                 grad_out = operations.wait(*dispatched[i]).rows
                 grads[i] = backward_rows(grad_out, parts[i], mlp, parameters, needs_dispatch_backward)
                 _, grad_rows, grad_row_weights = grads[i]
                 if grad_x is not None:
-                    out, (plan, message_rows) = split_tokens(grad_x)[i], plans[i]
+                    out, (plan, message_rows) = split_tokens(grad_x, num_parts)[i], plans[i]
                     combine_request = CombineRequest(
                         grad_rows, plan, len(out), topk_weights=grad_row_weights, message_rows=message_rows, out=out
                     )
@@ -283,11 +308,14 @@ class _MlpInParts(torch.autograd.Function):
             operations.join()
             # After the join, because it reads memory of the side stream.
             grad_weights = torch.cat(grad_topk_weights) if needs_dispatch_backward else None
-        return grad_x, grad_weights, None, None, None, None, None, *grad_last_inputs
+        return grad_x, grad_weights, None, None, None, None, None, None, *grad_last_inputs
 
 
 class _Operations:
     """The operations of a layer: in a side stream beside its GEMMs, or between them in the current stream.
+
+    The dispatch of a layer in one part has no GEMM beside it, so it runs in the current stream anyway. There its rows,
+    the largest tensors of the layer, are allocated in the memory of all other tensors.
 
     Arguments and results of an operation have to live until the end of the `with` block. There each stream waits for
     the other. So the memory of both is reused in order, whichever main stream uses the side stream next.
@@ -296,8 +324,8 @@ class _Operations:
     A ValueError does not end it, because it is about counts, and all ranks raise it.
     """
 
-    def __init__(self, buffer: Buffer, x: Tensor, overlap: bool, num_operations: int):
-        self.buffer, self.num_operations, self.num_launched = buffer, num_operations, 0
+    def __init__(self, buffer: Buffer, x: Tensor, num_parts: int, overlap: bool, num_operations: int):
+        self.buffer, self.num_parts, self.num_operations, self.num_launched = buffer, num_parts, num_operations, 0
         self.engine = cast("CudaEngine", buffer.live_engine()) if x.is_cuda else None
         self.main: torch.cuda.Stream | None = None
         self.side: torch.cuda.Stream | None = None
@@ -323,10 +351,11 @@ class _Operations:
 
     def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
         """Launch a dispatch after the earlier operations. Return its outputs, and the event for `wait`."""
-        with self._side_stream():
+        side = self.side if self.num_parts > 1 else None
+        with self._in_stream(side):
             received = self.buffer.live_engine().dispatch(request)
         self.num_launched += 1
-        return received, None if self.side is None else self.side.record_event()
+        return received, None if side is None else side.record_event()
 
     def wait(self, received: Received, event: torch.cuda.Event | None) -> Received:
         """Make the main stream wait for a dispatch. Return its outputs."""
@@ -342,13 +371,13 @@ class _Operations:
         """Launch a combine after the earlier operations and after an event."""
         if self.side is not None and after is not None:
             self.side.wait_event(after)
-        with self._side_stream():
+        with self._in_stream(self.side):
             combined = self.buffer.live_engine().combine(request)
         self.num_launched += 1
         return combined
 
-    def _side_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
+    def _in_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def order_memory(side: torch.cuda.Stream | None) -> None:

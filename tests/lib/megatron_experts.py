@@ -31,7 +31,8 @@ EP2, EP4, ETP2 = Layout(ep=2), Layout(ep=4), Layout(ep=2, etp=2)
 def switched_on(mode: str = GROUPED_GEMMS, dtypes=(torch.float32,)):
     """Yield what the rank prints. ``dtypes``: what runs so on a GPU, where float32 does for these tests alone.
 
-    OVERLAP overlaps nothing on a CPU; with TWO_PARTS a layer has to run in two parts of the tokens.
+    With OVERLAP a layer of one node runs dispatch and combine in one part of the tokens, under nothing on a CPU. With
+    TWO_PARTS it has to run in two.
     """
     printed = io.StringIO()
     with (
@@ -48,11 +49,15 @@ def switched_on(mode: str = GROUPED_GEMMS, dtypes=(torch.float32,)):
 
 
 @contextlib.contextmanager
-def two_parts():
-    """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
+def parts(num_parts: int):
+    """As inside a node, or between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "resolve_num_parts", lambda buffer: 2)
+        patch.setattr(experts, "resolve_num_parts", lambda buffer: num_parts)
         yield note_parts(patch)
+
+
+def two_parts():
+    return parts(2)
 
 
 def note_parts(patch) -> list:

@@ -132,15 +132,15 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         have_shared_experts_waited = self._let_shared_experts_wait()
         self._label_buffer()
         _record_use(self.topk_idx)
-        experts_run_it, quantize = False, None
+        num_parts_of_experts, quantize, alignment = 0, None, self.expert_alignment
         if self.experts is not None:
             self._is_grouped = self.experts.is_grouped()
-            experts_run_it = self.experts.can_run_dispatch(self.buffer)
             quantize = self.experts.quantize_blocks()
-        # Experts run a dispatch in two parts of the tokens, unless they have redundant copies.
-        num_plans = 2 if experts_run_it and not self.buffer.redundant_experts_per_rank else 1
+            alignment = alignment if quantize is None else 1  # experts in grouped GEMMs need none
+            num_parts_of_experts = self.experts.num_parts_of_dispatch(self.buffer, alignment)
+        num_parts = max(1, num_parts_of_experts)
         handles = []
-        if kept_plan is not None and len(kept_plan.handles) == num_plans:
+        if kept_plan is not None and len(kept_plan.handles) == num_parts:
             handles = kept_plan.handles
             for tensor in (kept_plan.topk_idx, *(handle.plan for handle in handles)):
                 _record_use(tensor)
@@ -148,14 +148,15 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         dispatch = PendingDispatch(
             buffer=self.buffer,
             topk_idx=self.topk_idx,
+            num_parts=num_parts,
             max_rows=None if handles else self._max_rows(hidden_states.shape[0]),
-            alignment=self.expert_alignment if quantize is None else 1,  # experts in grouped GEMMs need none
+            alignment=alignment,
             handles=handles,
             keep=partial(self._keep_plans, microbatch),
             quantize=quantize,
         )
         self.handle = self.rows_per_expert = self.pending = self.quantized_rows = None
-        if experts_run_it:
+        if num_parts_of_experts > 0:
             self.pending = dispatch
             rows, row_probs, received = hidden_states, probs, None
         else:

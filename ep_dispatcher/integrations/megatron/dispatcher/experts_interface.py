@@ -33,11 +33,14 @@ class GroupedExperts(Protocol):
     def is_grouped(self) -> bool:
         """Return whether they run in grouped GEMMs in this pass, which read counts on the device."""
 
-    def can_run_dispatch(self, buffer: ep.Buffer) -> bool:
-        """Return whether they accept a PendingDispatch: the same on all ranks. The first call is collective."""
-
     def quantize_blocks(self) -> QuantizeBlocks | None:
         """Return how the dispatch of this pass quantizes. The first call may be collective."""
+
+    def num_parts_of_dispatch(self, buffer: ep.Buffer, alignment: int) -> int:
+        """Return the parts of the tokens in which they run a PendingDispatch; 0 if they do not accept one.
+
+        If one rank returns 2, so do all. The first call may be collective. alignment: that of PendingDispatch.send
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +62,9 @@ class PendingDispatch:
 
     buffer: MegatronBuffer
     topk_idx: Tensor  # int64 [num_tokens, num_topk]
+    num_parts: int  # of the tokens, each with a plan: 1 or 2
     max_rows: int | None  # of this rank; None: the host waits for their number
-    alignment: int  # of the rows of an expert
+    alignment: int  # of the rows of an expert in `send`
     handles: list[ep.Handle]  # the plan of an earlier pass, or one for each part; empty: make new ones
     keep: Callable[[list[ep.Handle]], None]  # called with new plans, to keep them for a recompute
     quantize: QuantizeBlocks | None  # as ep.dispatch takes it

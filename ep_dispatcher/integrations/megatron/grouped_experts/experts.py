@@ -177,20 +177,23 @@ class Experts(MegatronExperts):
                 "between two forward passes"
             )
 
-    def can_run_dispatch(self, buffer: ep.Buffer) -> bool:
-        """Return whether they accept a PendingDispatch, and run dispatch and combine themselves: the same on all ranks.
+    def num_parts_of_dispatch(self, buffer: ep.Buffer, alignment: int) -> int:
+        """Return the parts of the tokens in which they run dispatch and combine themselves; 0: the dispatcher does.
 
-        Call ``is_grouped`` first, because it sees changes. The first call is collective. All ranks have to want the
-        overlap, and a hook on the experts of one rank is enough to prevent it. If the linear layers of this rank change
-        later, it still takes part, with Megatron's own experts. Raises RuntimeError if that has become impossible,
-        because the experts' own forward was replaced or has hooks: the others would wait for the second part.
+        Call ``is_grouped`` first, because it sees changes.
+
+        In one part each rank decides for itself. The operations are the same either way, provided that the dispatcher
+        aligns no rows. For two parts the first call is collective. All ranks have to want the overlap, and a hook on
+        the experts of one rank is enough to prevent it. If the linear layers of this rank change later, it still takes
+        part, with Megatron's own experts. Raises RuntimeError if that has become impossible, because the experts' own
+        forward was replaced or has hooks: the others would wait for the second part.
         """
         if buffer.redundant_experts_per_rank:
             self._require_copies()
-            return True
-        if resolve_num_parts(buffer) == 1:
-            return False
+            return 1
         can = self.why_not is None and self.wants_overlap and self.why_no_overlap is None
+        if resolve_num_parts(buffer) == 1:
+            return 1 if can and alignment == 1 else 0
         agreed = self.agree("run their steps in two parts of the tokens", can)
         why_not = eligibility.why_dispatch_cannot_be_left_to(self) if agreed and not can else None
         if why_not is not None:
@@ -198,7 +201,7 @@ class Experts(MegatronExperts):
                 f"{self.name} has run in two parts of the tokens on all ranks, but cannot do so any more on this rank: "
                 f"{why_not}. The ranks would get out of step. Change the experts before the first pass"
             )
-        return agreed
+        return 2 if agreed else 0
 
     def _require_copies(self) -> None:
         """Refuse experts that cannot have redundant copies. The first call is collective: no rank runs without them.
@@ -282,13 +285,13 @@ def _print_overlap(layers: Sequence[Experts]) -> None:
     """Print how many layers overlap communication with their experts, and why the others do not."""
     buffers = (getattr(one.layer.token_dispatcher, "buffer", None) for one in layers)  # a model shares one
     buffer = next((one for one in buffers if one is not None), None)
-    why_not_with_buffer = None if buffer is None else overlap.no_overlap_reason(buffer)
+    why_not_with_buffer = None if buffer is None else overlap.no_side_stream_reason(buffer)
     reasons = [(one, one.why_no_overlap or why_not_with_buffer) for one in layers]
     overlapped = sum(reason is None for _, reason in reasons)
-    line = (
-        f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
-    )
-    if overlapped:
+    num_parts = 1 if buffer is None else resolve_num_parts(buffer)
+    what = "dispatch and combine" if num_parts == 2 else "the last combine of the backward"
+    line = f"ep_dispatcher runs {what} under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
+    if overlapped and num_parts == 2:
         line += ", in two parts of the tokens"
         if any(one.wants_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
             line += f". The host waits for the counts of each dispatch: {rank_capacity.FACTOR_FLAG} is not given"

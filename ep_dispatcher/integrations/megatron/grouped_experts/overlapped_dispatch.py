@@ -10,8 +10,9 @@ pass on what they get:
     combine_preprocess, token_combine                                              -> the same
     combine_postprocess   as always
 
-Experts overlap only between nodes, in two parts of the tokens (moe/overlap.py). Each part has a plan of its own. With
-redundant copies (moe/balanced_mlp.py) there is one part.
+Between nodes experts run in two parts of the tokens, each with a plan of its own. Inside a node they run in one part,
+where only the last combine of the backward overlaps (moe/overlap.py). So do experts with redundant copies
+(moe/balanced_mlp.py).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ep_dispatcher.observers import is_observed
 def run(dispatch: PendingDispatch, tokens: Tensor, probs: Tensor, parameters: Parameters, **options: Any) -> Tensor:
     """Return the sum over each token's rows, [num_tokens, hidden].
 
-    Without redundant copies the tokens are in two parts. The result is the same, bit by bit, whether they overlap or
-    not. If a tool observes operators on one rank (FlopCounterMode), that rank still runs the same operations.
+    The result is the same, bit by bit, whether operations overlap or not. If a tool observes operators on one rank
+    (FlopCounterMode), that rank still runs the same operations.
 
     tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; parameters and options: grouped_mlp
     """
@@ -47,9 +48,9 @@ def run(dispatch: PendingDispatch, tokens: Tensor, probs: Tensor, parameters: Pa
                 return balanced_mlp(*arguments, handles=handles, **options)
         more = options | dict(handles=handles, quantize=dispatch.quantize)
         if is_observed((tokens, probs, topk_idx)):
-            return run_grouped_nodes(*arguments, 2, **more)
+            return run_grouped_nodes(*arguments, dispatch.num_parts, **more)
         with torch.cuda.device_of(tokens):
-            return overlap.mlp_in_parts(*arguments, overlap=True, **more)
+            return overlap.mlp_in_parts(*arguments, dispatch.num_parts, overlap=True, **more)
 
     return dispatch.run_with_plans(run_parts)
 
@@ -74,7 +75,7 @@ def run_megatron_experts(
         return results
 
     def run_parts(topk_idx: Tensor, handles: list[ep.Handle]) -> Tensor:
-        arguments = dispatch.buffer, tokens, topk_idx, probs, dispatch.max_rows, 2
+        arguments = dispatch.buffer, tokens, topk_idx, probs, dispatch.max_rows, dispatch.num_parts
         return run_nodes(*arguments, run_on, handles, quantize=dispatch.quantize)
 
     return dispatch.run_with_plans(run_parts)
