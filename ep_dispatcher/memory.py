@@ -86,7 +86,7 @@ class Shape:
 
     @property
     def plans_directly(self) -> bool:
-        """Whether new plans of decode layout are direct plans on the CUDA engine (csrc/cuda/decode/direct.cuh).
+        """Whether new plans are direct plans on the CUDA engine (csrc/cuda/decode/direct.cuh).
 
         One node, a lane per rank and per choice of a token, and plans of at most 92 KiB of a block's shared memory.
         """

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
+from lib.cuda_region import Region
 from lib.dispatch_combine import Case, assert_step, check_case, expected_of, expert_rows, make_inputs, to
 from lib.dispatch_combine import make_buffer as buffer_of
 from lib.errors import assert_refused
@@ -66,6 +67,28 @@ def replay(graph, given, fresh) -> None:
     for t, new in zip(given, fresh):
         t.copy_(new)
     graph.replay()
+
+
+@pytest.mark.parametrize("max_tokens, is_direct", [(TOKENS, True), (4096, False)])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@on_ranks(2)
+def test_few_tokens_take_direct_plans(rank, layout, max_tokens, is_direct):
+    """A new plan in a buffer for few tokens is made from choices, which arrive as words with the epoch; one with a
+    handle, and one in a buffer for many tokens, is not. Ranks with and without a waiting host make one dispatch."""
+    with make_buffer(max_tokens_per_rank=max_tokens) as buffer:
+        x, idx, weights = inputs(rank, 0, 8)
+        buffer.dispatch(x, idx, weights, layout=layout)
+        handle = buffer.dispatch(x, idx, weights, layout=layout, max_recv_rows=200).handle
+        buffer.dispatch(x, None, weights, handle=handle)
+        buffer.dispatch(x, idx, weights, layout=layout, max_recv_rows=None if rank == 0 else 200)
+        buffer.check()
+        region = Region(buffer)
+        assert region.config.plans_directly == is_direct
+        if is_direct:
+            words = max_tokens * ((TOPK + 7) // 8 * 8) // 4  # of a rank, of 16 bytes: an epoch and four choices
+            for source in range(2):  # words of odd epochs come behind those of even ones
+                at = [region.at["choices"] + 16 * words * (2 * odd + source) for odd in (0, 1)]
+                assert [region.read(rank, offset) for offset in at] == [4, 1]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

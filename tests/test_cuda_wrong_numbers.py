@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
+from lib.cuda_region import Region
 from lib.faults import LIMIT_S, SLACK_S
 from lib.round_trip import HIDDEN, NUM_EXPERTS, NUM_TOPK, check_new_buffer, device, make_buffer
 
@@ -20,23 +21,6 @@ from ep_dispatcher import engines
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 MOST = 4096  # tokens of a rank: too many for direct plans
 INT_MAX = 2**31 - 1
-
-
-class Region:
-    """The region of this rank, as a host writes it while kernels run: by copies that need no multiprocessor."""
-
-    def __init__(self, buffer: ep.Buffer):
-        engine = buffer.live_engine()
-        self._copy, self._addresses = engine._compiled.copy, engine._regions.addresses
-        self.config = engine._c_config
-        self.at = engine._compiled.region_offsets(self.config)
-        self._stream = torch.cuda.Stream()
-
-    def write(self, rank: int, offset: int, value: int) -> None:
-        """Write an int32 to the region of a rank, at an offset in bytes, and wait until it is there."""
-        numbers = torch.tensor([value], dtype=torch.int32, device="cpu", pin_memory=True)
-        self._copy(self._addresses[rank] + offset, numbers.data_ptr(), numbers.nbytes, self._stream.cuda_stream)
-        self._stream.synchronize()
 
 
 def given(buffer: ep.Buffer, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,22 +117,24 @@ def test_lists(rank, field, value, layout):
     assert_ends(buffer, inputs, "lists out of range", lambda: buffer.dispatch(*inputs, layout=layout))
 
 
+@pytest.mark.parametrize("layout", ["decode", "expert", "rank"])
 @pytest.mark.parametrize("value", [NUM_EXPERTS, -2, 2**15 - 1])
 @on_ranks(2)
-def test_choices(rank, value):
+def test_choices(rank, value, layout):
     """Few tokens: rank 1 changes its choices in the memory of rank 0, before rank 0 reads them."""
     buffer = make_buffer(engine="cuda", timeout_s=LIMIT_S)
     region = Region(buffer)
     assert region.config.plans_directly
     inputs = given(buffer, 8)
-    buffer.dispatch(*inputs[:2], layout="decode")
+    options = dict(layout=layout) if layout == "decode" else dict(layout=layout, max_recv_rows=200)
+    buffer.dispatch(*inputs[:2], **options)
     buffer.check()
     dist.barrier()
 
     def run():
         if rank == 0:
             time.sleep(1.5)
-        buffer.dispatch(*inputs[:2], layout="decode")  # epoch 2
+        buffer.dispatch(*inputs[:2], **options)  # epoch 2
         if rank == 1:
             time.sleep(0.7)
             # The first tagged word of rank 1: eight bytes of epoch, then four int16.

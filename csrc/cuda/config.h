@@ -8,12 +8,13 @@
 namespace ep::cuda {
 
 // The builds of the kernels, as a template argument. Each is instantiated in files of its own (dispatch_one_node.cu,
-// for example). Shorter code starts sooner, so there is a build for one node, and in decode one for direct plans.
+// for example). Shorter code starts sooner, so there is a build for one node, and one for direct plans.
 // Timing and masks cost registers, and few launches use them: they have builds that serve any number of nodes.
 enum class Kernels {
   kOneNode,
   kSeveralNodes,
-  kTimed,  // adds up the time of waits
+  kDirect,  // one node, makes a direct plan
+  kTimed,   // adds up the time of waits
   // Decode layout (decode/):
   kDecode,        // one node, with an ordinary plan or that of a handle
   kDecodeDirect,  // one node, makes a direct plan
@@ -21,7 +22,8 @@ enum class Kernels {
   kDecodeExtras  // masks late ranks, and adds up the time of waits
 };
 constexpr bool is_for_one_node(Kernels kernels) {
-  return kernels == Kernels::kOneNode || kernels == Kernels::kDecode || kernels == Kernels::kDecodeDirect;
+  return kernels == Kernels::kOneNode || kernels == Kernels::kDirect || kernels == Kernels::kDecode ||
+         kernels == Kernels::kDecodeDirect;
 }
 constexpr bool has_several_nodes(Kernels kernels) {
   return kernels == Kernels::kSeveralNodes || kernels == Kernels::kDecodeSeveralNodes;
@@ -62,8 +64,8 @@ EP_HOST_DEVICE constexpr size_t tagged_sum_words(size_t row_bytes) {
 // are adjacent. Kernels read it in a Context, which also has the results of its functions.
 struct Config : Sizes {
   int rank = 0;
-  // Whether new plans of decode layout are direct plans (decode/direct.cuh). Only with one node, few tokens and at most
-  // 32 columns. Needed for masks.
+  // Whether new plans are direct plans (decode/direct.cuh). Only with one node, few tokens and at most 32 columns.
+  // Needed for masks.
   bool plans_directly = false;
   // Tokens per chunk flag, as powers of two (Shape of memory.py): for staged rows; for sums sent between nodes.
   int log_token_chunk = 10, log_sum_chunk = 9;

@@ -82,10 +82,12 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, Launch part, cuda
   if (messages_) messages_->follow(stream);
   if (args.wait_ns)
     launch_dispatch<Kernels::kTimed>(args, plan, part, stream);
-  else if (context_.config.num_nodes == 1)
-    launch_dispatch<Kernels::kOneNode>(args, plan, part, stream);
-  else
+  else if (context_.config.num_nodes > 1)
     launch_dispatch<Kernels::kSeveralNodes>(args, plan, part, stream);
+  else if (context_.config.plans_directly && args.topk_idx)
+    launch_dispatch<Kernels::kDirect>(args, plan, part, stream);
+  else
+    launch_dispatch<Kernels::kOneNode>(args, plan, part, stream);
   if (messages_) messages_->dispatch(args, part, stream);
 }
 

@@ -115,7 +115,8 @@ struct Region {
   // About a rank: written by the rank or by its relay, read by this rank.
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
   char* slots;  // [ranks_per_node, max_tokens, slot_stride] partial sums of this rank's tokens, by receiver and number.
-                // Written by the receivers, read by this rank
+                // Written by the receivers, read by this rank. In a dispatch with pushed rows: rows for this rank, by
+                // source and token (row_slot)
   Inbox inbox;  // for node 0; the inbox for node n begins n * inbox_bytes later
   size_t inbox_bytes;
   RailArrays rail;  // for the first other node; the next one begins rail_bytes later

@@ -4,27 +4,23 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/dispatch/dispatch.cuh"
+#include "cuda/decode/row_slots.cuh"
+#include "cuda/dispatch/stage.cuh"
 #include "cuda/plan/item.cuh"
 
 namespace ep::cuda {
 
-// The inbox among the targets of a row, which are bits of 32 (Targets). With several nodes those before it are ranks of
-// the node. With one node no row goes to an inbox, unless rows are not pushed.
-constexpr int kInboxTarget = 31;
-
 // Written by Engine::decode_dispatch, read by all threads.
-struct DecodeDispatchParams : RowParams {
+struct DecodeDispatchParams : RowParams, PushParams {
   static constexpr bool kScalesByColumn = true;
+  static constexpr bool kAllFit = true;
+  static constexpr bool kPushesMetadata = true;
 
   DecodeDispatchArgs args;
   DecodeLaunch launch;
-  bool pushes;                // rows for ranks of this node are pushed to their slots (row_slot), not staged
-  bool stages_rows;           // senders read this rank's staged rows, or with a large node all ranks
-  uint32_t row_targets;       // a bit per local rank, and one for the inbox: rows go there (Targets)
-  int rows_per_group;         // rows from one expert to the next
-  int first_staging_block;    // earlier blocks stage nothing
-  uint32_t prefetched_bytes;  // of the caller's rows, with few tokens
+  bool pushes;         // rows for ranks of this node are pushed to their slots (row_slot), not staged
+  bool stages_rows;    // senders read this rank's staged rows, or with a large node all ranks
+  int rows_per_group;  // rows from one expert to the next
 
   // [host] [thread] Return whether this launch stages or pushes; pulls; sends rows to other nodes; makes a plan.
   EP_HOST_DEVICE bool stages() const { return launch != DecodeLaunch::kReceive; }
@@ -36,6 +32,7 @@ struct DecodeDispatchParams : RowParams {
   EP_HOST_DEVICE bool reads_own_rows() const { return !args.quantizes && launch == DecodeLaunch::kWhole; }
   // [host] [thread] Weights do not travel, and no host waits for counts.
   EP_HOST_DEVICE bool has_weights() const { return false; }
+  __device__ bool has_rank_layout() const { return false; }
   EP_HOST_DEVICE bool reports_counts() const { return false; }
   EP_HOST_DEVICE uint64_t ticket() const { return 0; }
 
@@ -84,16 +81,21 @@ struct DecodeDispatchParams : RowParams {
   }
 };
 
-// [thread] Return the place of a pushed row in the slots of local rank `owner`: of a token of `source`, a rank of this
-// node. Its metadata follow it.
+// [thread] Return the metadata of a row of `source` that is pushed to local rank `owner`: behind the row.
 template <Kernels K>
-__device__ inline char* row_slot(const Op<K>& op, int owner, int source, int token) {
-  const Context& context = op.context;
-  const size_t slot = static_cast<size_t>(op.local_of(source)) * context.config.max_tokens + token;
-  return context.peers.at(context.own.slots, owner) + slot * context.slot_stride;
+__device__ inline char* pushed_metadata(const Op<K>& op, const DecodeDispatchParams& params, int owner, int source,
+                                        int token) {
+  return row_slot(op, owner, source, token) + params.args.row_bytes;
 }
 
-// [thread] Return the row of a received token, and its metadata: in its slot here, or as in other layouts.
+// [thread] Return where the caller has metadata: scales.
+template <Kernels K>
+__device__ inline Metadata metadata_of_caller(const Op<K>&, const DecodeDispatchParams& params) {
+  return {params.args, nullptr, 0, 0};
+}
+
+// [thread] Return the row of a received token, and its metadata: in its slot here, the metadata behind the row; or as
+// in other layouts.
 template <Kernels K>
 __device__ inline const char* row_of(const Op<K>& op, const DecodeDispatchParams& params, int source, int token) {
   if (params.pushes && op.node_of(source) == op.context.node) return row_slot(op, op.context.local, source, token);
@@ -102,7 +104,7 @@ __device__ inline const char* row_of(const Op<K>& op, const DecodeDispatchParams
 template <Kernels K>
 __device__ inline const char* metadata_of(const Op<K>& op, const DecodeDispatchParams& params, int source, int token) {
   if (params.pushes && op.node_of(source) == op.context.node)
-    return row_slot(op, op.context.local, source, token) + params.args.row_bytes;
+    return pushed_metadata(op, params, op.context.local, source, token);
   return metadata_in_inbox(op, params, source, token);
 }
 
@@ -110,39 +112,5 @@ __device__ inline const char* metadata_of(const Op<K>& op, const DecodeDispatchP
 template <Kernels K>
 __device__ inline void deliver_weights(const Op<K>&, const DecodeDispatchParams&, const Item&, int, bool,
                                        const float*) {}
-
-// [team] Wait until all ranks of the node have read this rank's staging, metadata and slots of earlier operations.
-// `is_free`: they had done so when this block began (poll_free_slots). Then there is no wait, and no barrier. Return
-// false after an abort of this rank. Called by the stage warps of each block, and by the pull warps about to announce.
-// waits: consumed (free staging), slots_free (free slots)
-template <class Team, Kernels K, class Params>
-__device__ bool wait_for_free_slots(const Op<K>& op, const Params& params, bool is_free) {
-  const Context& context = op.context;
-  return is_free || first_warp_waits<Team>([&] {
-           return wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch) &&
-                  (!params.pushes ||
-                   wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch));
-         });
-}
-
-// [block] Bring the caller's rows to the L2 cache, all blocks together.
-template <Kernels K>
-__device__ inline void prefetch_rows(const Op<K>&, const DecodeDispatchParams& params) {
-  constexpr int kThreads = DispatchBlock<K>::kThreads;
-  for (uint32_t at = (blockIdx.x * kThreads + threadIdx.x) * 128; at < params.prefetched_bytes;
-       at += gridDim.x * kThreads * 128)
-    ptx::prefetch(params.args.rows + at);
-}
-
-// [block] Look once whether this memory is free, each thread for a rank. Return the same in all threads.
-template <Kernels K, class Params>
-__device__ bool poll_free_slots(const Op<K>& op, const Params& params) {
-  const Context& context = op.context;
-  const bool sees_free =
-      PullWarps::has_thread() || !params.pushes
-          ? poll_once(op, context.own.consumed, context.state->staged_epoch, threadIdx.x)
-          : poll_once(op, context.own.slots_free, context.state->pushed_epoch, StageWarps<K>::thread());
-  return __syncthreads_and(!params.stages() || sees_free);
-}
 
 }  // namespace ep::cuda

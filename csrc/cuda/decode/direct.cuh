@@ -6,17 +6,20 @@
 // All code here runs once per operation, and somebody waits for it: each instruction of a thread takes some 3 ns. So
 // the lanes of a warp share the work even where it is little, and most loops are not unrolled.
 #pragma once
-#include "cuda/decode/decode_dispatch.cuh"
 #include "cuda/decode/direct_plan.cuh"
+#include "cuda/decode/row_slots.cuh"
 #include "cuda/plan/item.cuh"
 #include "cuda/plan/plan.cuh"
 
 namespace ep::cuda {
 
-// Written by Engine::decode_dispatch, for a launch that makes a direct plan. With one node no row goes to an inbox, and
-// there is room for a bit of each rank, so all rows are pushed.
-struct DirectDispatchParams : DecodeDispatchParams {
+// A launch that makes a direct plan. Written by the host, read by all threads. With one node no row goes to an inbox,
+// and there is room for a bit of each rank, so all rows are pushed. `Base`: DecodeDispatchParams, or with few tokens in
+// expert or rank layout PushedDispatchParams.
+template <class Base>
+struct DirectParams : Base {
   static constexpr bool pushes = true;
+  EP_HOST_DEVICE static constexpr bool new_plan() { return true; }
 
   DirectPlan direct_plan;  // laid out without a base: `in` gives that of a block
   uint32_t rings_at;       // [bytes] from the start of shared memory to the pull warps' rings
@@ -44,8 +47,8 @@ __device__ inline Tagged* choices_at(const Op<K>& op, int local, int source) {
 // A lane takes one entry of topk_idx. Every fourth lane stores the epoch and the choices of four lanes.
 // raises: choices
 // reports: kBadEntry
-template <Kernels K>
-__device__ inline void send_choices(const Op<K>& op, const DirectDispatchParams& params, bool aborted) {
+template <Kernels K, class Params>
+__device__ inline void send_choices(const Op<K>& op, const Params& params, bool aborted) {
   static_assert(kTaggedChoices == 4);
   const Config& config = op.context.config;
   const int num_topk = config.num_topk, per_token = config.choices_per_token(), width = lanes_for(per_token);
@@ -82,9 +85,9 @@ __device__ inline void send_choices(const Op<K>& op, const DirectDispatchParams&
 }
 
 // [team] Take the choices of all ranks as they arrive. Copy them to shared memory, and count them: for this rank's
-// experts, for this rank's tokens, and (except in decode layout) for all experts. A choice that is no expert aborts
-// this rank, and counts as none. After an abort, or if the ranks differ, missing ones count as none: then nobody uses
-// the plan. Called by the planners of a block, while the first warp waits for the Calls; the counters are 0. After
+// experts, for this rank's tokens, and (where not all rows fit) for all experts and ranks. A choice that is no expert
+// aborts this rank, and counts as none. After an abort, or if the ranks differ, missing ones count as none: then nobody
+// uses the plan. Called by the planners of a block, while the first warp waits for the Calls; the counters are 0. After
 // kAgree missing choices are on their way, and the wait for them has a limit: it then aborts this rank, and the verdict
 // becomes kAborted, also for the other planners. Ends with a barrier of the planners.
 //
@@ -92,8 +95,8 @@ __device__ inline void send_choices(const Op<K>& op, const DirectDispatchParams&
 // their choices are here early, and while those of other ranks travel, this code gets into the instruction cache.
 // waits: choices (counts)
 // reports: kWrongChoices (it counts as none)
-template <Kernels K>
-__device__ inline void count_choices(const Op<K>& op, const DirectDispatchParams& params, char* shared) {
+template <Kernels K, class Params>
+__device__ inline void count_choices(const Op<K>& op, const Params& params, char* shared) {
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
   const DirectPlan plan = params.direct_plan.in(shared);
   const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
@@ -149,6 +152,7 @@ __device__ inline void count_choices(const Op<K>& op, const DirectDispatchParams
           continue;
         }
         ranks |= 1u << quotient(expert, params.inverse);
+        if constexpr (!Params::kAllFit) atomicAdd(plan.expert_tokens + expert, 1);
         if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
           atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);
       }
@@ -164,16 +168,18 @@ __device__ inline void count_choices(const Op<K>& op, const DirectDispatchParams
     if (lane == op.rank()) plan.received[word] = tokens;
     if (lane >= op.num_ranks()) continue;
     if (source == op.rank()) plan.sent[lane * plan.source_words + word_of_source] = tokens;
+    if constexpr (!Params::kAllFit) atomicAdd(plan.rank_items + lane, __popc(tokens));
   }
   stamp(op, Step::kChosen);
   Planners::sync();
 }
 
-// [team] Sum the counts: tokens of this rank's experts. Called by the planners of a block. Ends with a barrier of the
-// planners.
-template <Kernels K>
-__device__ inline void sum_choices(const Op<K>& op, const DirectPlan& plan) {
+// [team] Sum the counts: tokens of this rank's experts, and where not all rows fit the output rows that each rank
+// needs. Called by the planners of a block. Ends with a barrier of the planners.
+template <Kernels K, class Params>
+__device__ inline void sum_choices(const Op<K>& op, const Params& params, const DirectPlan& plan) {
   const int num_local = op.context.num_local_experts;
+  [[maybe_unused]] const uint32_t alignment = params.args.expert_alignment;
 #pragma unroll 1
   for (int e = Planners::thread(); e < num_local; e += Planners::kThreads) {
     int sum = 0;
@@ -185,15 +191,28 @@ __device__ inline void sum_choices(const Op<K>& op, const DirectPlan& plan) {
       plan.before[at] = static_cast<uint16_t>(sum);
       sum += __popc(tokens);
     }
-    plan.expert_rows[e] = plan.expert_begin[e] = sum;
+    plan.expert_rows[e] = sum;
+    plan.expert_begin[e] = Params::kAllFit ? sum : static_cast<int>(padded_rows(sum, alignment));
+  }
+  if constexpr (!Params::kAllFit) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int rank = Planners::warp(); rank < op.num_ranks(); rank += Planners::kWarps) {
+      int64_t rows = 0;
+#pragma unroll 1
+      for (int e = lane; e < num_local; e += 32)
+        rows += padded_rows(plan.expert_tokens[rank * num_local + e], alignment);
+      rows = __shfl_sync(~0u, inclusive_sum(rows), 31);
+      if (lane == 0) plan.needed[rank] = params.has_rank_layout() ? plan.rank_items[rank] : rows;
+    }
   }
   Planners::sync();
 }
 
 // [warp] Lay out the expert groups as if they were adjacent, each lane some of them. Called in one warp of a block,
 // after sum_choices.
-template <Kernels K>
-__device__ inline void lay_out(const Op<K>& op, const DirectPlan& plan) {
+template <Kernels K, class Params>
+__device__ inline void lay_out(const Op<K>& op, const Params& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, per_lane = (num_local + 31) / 32;
   const int first = lane * per_lane, end = min(first + per_lane, num_local);
   int rows = 0;
@@ -209,13 +228,13 @@ __device__ inline void lay_out(const Op<K>& op, const DirectPlan& plan) {
   }
   if (lane != 31) return;
   plan.expert_begin[num_local] = up_to;
-  plan.head->num_rows = up_to;
+  if (!params.has_rank_layout()) plan.head->num_rows = up_to;
 }
 
-// [warp] Write the head of a usable plan, except num_rows. Called in one warp of a block, while another one writes that
-// in lay_out.
-template <Kernels K>
-__device__ inline void write_direct_head(const Op<K>& op, const DirectPlan& plan) {
+// [warp] Write the head of a usable plan, except num_rows, which rank layout alone has here. Called in one warp of a
+// block, while another one writes it in lay_out.
+template <Kernels K, class Params>
+__device__ inline void write_direct_head(const Op<K>& op, const Params& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32;
   int addends = 0;
 #pragma unroll 1
@@ -229,10 +248,11 @@ __device__ inline void write_direct_head(const Op<K>& op, const DirectPlan& plan
   if (lane == 0) {
     head.num_items = num_items;
     head.item_begin()[op.num_ranks()] = num_items;
+    if (params.has_rank_layout()) head.num_rows = num_items;
     head.num_addends = addends;
     head.most_items = most_items;
     head.made = static_cast<int32_t>(op.epoch);
-    head.layout = static_cast<int32_t>(Layout::kDecode);
+    head.layout = static_cast<int32_t>(params.args.layout);
     head.usable = true;
   }
 }
@@ -244,18 +264,36 @@ __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
 }
 
 // [warp] Wait for the Calls of all ranks and compare them. Write the verdict, for the planners and for all pull warps
-// and stage warps. Called in the first warp of a block.
-template <Kernels K>
-__device__ inline void decide_on_calls(const Op<K>& op, const DirectPlan& plan) {
-  const Verdict verdict = agree(op);
+// and stage warps. Called in the first warp of a block. The second of two launches keeps no difference: the first one
+// has kept it.
+template <Kernels K, class Params>
+__device__ inline void decide_on_calls(const Op<K>& op, const Params& params, const DirectPlan& plan) {
+  const Verdict verdict = agree(op, params.stages());
   stamp(op, Step::kAgreed);
-  if (threadIdx.x % 32 == 0) plan.post(verdict);
+  const int lane = threadIdx.x % 32;
+  if constexpr (!Params::kAllFit)
+    if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = field_of(op, lane, Field::kMaxRows);
+  if (lane == 0) plan.post(verdict);
 }
 
-// [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Called in one warp
-// of block 0: a stage warp if the launch pulls, because pull warps are busy then.
-template <Kernels K>
-__device__ inline void publish_plan(const Op<K>& op, const DirectDispatchParams& params, const DirectPlan& plan) {
+// [warp] Return whether the rows of all ranks fit into their outputs, as rows_fit. Called in the first warp of a block,
+// after kAgree and sum_choices.
+template <Kernels K, class Params>
+__device__ inline bool direct_rows_fit(const Op<K>& op, const Params& params, const DirectPlan& plan) {
+  if constexpr (Params::kAllFit) {
+    return true;
+  } else {
+    Scratch scratch{};
+    scratch.needed = plan.needed;
+    scratch.max_rows = plan.max_rows;
+    return rows_fit(op, params, scratch, params.stages());
+  }
+}
+
+// [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Report the rows to a
+// waiting host. Called in one warp of block 0: a stage warp if the launch pulls, because pull warps are busy then.
+template <Kernels K, class Params>
+__device__ inline void publish_plan(const Op<K>& op, const Params& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
   const auto* from = reinterpret_cast<const int32_t*>(plan.head);
@@ -265,22 +303,27 @@ __device__ inline void publish_plan(const Op<K>& op, const DirectDispatchParams&
 #pragma unroll 1
   for (int e = lane; e < num_local; e += 32) {
     const int tokens = usable ? plan.expert_rows[e] : 0;
+    const int rows = usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
     params.plan.expert_rows[e] = tokens;
     params.plan.expert_begin[e] = plan.expert_begin[e];
-    params.write_counts(e, tokens, tokens);
+    params.write_counts(e, tokens, rows);
+    if (params.reports_counts()) op.context.reports.counted_rows[e] = rows;
   }
   if (lane == 0) params.plan.expert_begin[num_local] = plan.expert_begin[num_local];
+  if (!params.reports_counts()) return;
+  __syncwarp();
+  report_rows(op, params, plan.head->num_rows);
 }
 
 // [team] Announce a dispatch with a direct plan, as the first thing: all ranks wait for the Call. Called by the pull
 // warps of each block; one of them announces, once staging is free. `is_free` as in wait_for_free_slots. Return false
 // after an abort of this rank.
-template <Kernels K>
-__device__ inline bool announce_direct(const Op<K>& op, const DirectDispatchParams& params, bool is_free) {
+template <Kernels K, class Params>
+__device__ inline bool announce_direct(const Op<K>& op, const Params& params, bool is_free) {
   // Block 1 publishes the Call, because block 0 is sending topk_idx. With masks a rank whose Call has arrived is
   // treated as alive, so its topk_idx must have been sent first: block 0 publishes then, after a fence.
   const bool covers = has_masks(op);
-  if (op.block != (covers ? 0 : min(1, op.num_blocks - 1))) return true;
+  if (!params.stages() || op.block != (covers ? 0 : min(1, op.num_blocks - 1))) return true;
   if (!wait_for_free_slots<PullWarps>(op, params, is_free)) return false;
   stamp(op, Step::kFree);
   if (PullWarps::warp() == 0) announce(op, call_of(params), covers);
@@ -289,11 +332,12 @@ __device__ inline bool announce_direct(const Op<K>& op, const DirectDispatchPara
 }
 
 // [team] Make a direct plan, and hand it to the stage warps of this block if the launch pulls. Called by the pull warps
-// of each block; block 0 has sent the choices of this rank. `ok`: of announce_direct. A launch that pulls may place
-// rows before head and layout are written: its pull warps need neither, because all rows fit. Return kAborted after an
-// abort of this rank, kDiffer for differing Calls: the plan is then unusable.
-template <Kernels K>
-__device__ inline Verdict make_direct_plan(const Op<K>& op, const DirectDispatchParams& params, char* shared, bool ok) {
+// of each block; block 0 has sent the choices of this rank, and if the launch does not stage an earlier one has. `ok`:
+// of announce_direct. If all rows fit, a launch that pulls may place rows before head and layout are written: its pull
+// warps need neither. Return kAborted after an abort of this rank, kDiffer for differing Calls: the plan is then
+// unusable. It is unusable, too, if the rows do not fit; the verdict is still kAgree.
+template <Kernels K, class Params>
+__device__ inline Verdict make_direct_plan(const Op<K>& op, const Params& params, char* shared, bool ok) {
   const DirectPlan plan = params.direct_plan.in(shared);
   // Clear the counters: all of `chosen`.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
@@ -307,20 +351,21 @@ __device__ inline Verdict make_direct_plan(const Op<K>& op, const DirectDispatch
     // Plan, before it is known whether the ranks agree. Meanwhile compare the Calls.
     if (Planners::has_thread()) {
       count_choices(op, params, shared);
-      sum_choices(op, plan);
+      sum_choices(op, params, plan);
       stamp(op, Step::kCounted);
     } else {
-      decide_on_calls(op, plan);
+      decide_on_calls(op, params, plan);
     }
     PullWarps::sync();
     verdict = *plan.verdict;
-    // Two of the planners finish the plan. The others place rows meanwhile.
-    if (PullWarps::warp() == 1) lay_out(op, plan);
-    if (PullWarps::warp() == 2) write_direct_head(op, plan);
-    if (verdict != Verdict::kAgree || !params.pulls()) {
+    // Two of the planners finish the plan. The others place rows meanwhile, where all rows fit.
+    if (PullWarps::warp() == 1) lay_out(op, params, plan);
+    if (PullWarps::warp() == 2) write_direct_head(op, params, plan);
+    if (verdict != Verdict::kAgree || !params.pulls() || !Params::kAllFit) {
+      const bool fits = PullWarps::warp() == 0 && verdict == Verdict::kAgree && direct_rows_fit(op, params, plan);
       PullWarps::sync();
       if (PullWarps::warp() == 0) {
-        if (verdict != Verdict::kAgree) clear_head(*plan.head, op.num_ranks());
+        if (!fits) clear_head(*plan.head, op.num_ranks());
         __syncwarp();
         if (!params.pulls() && op.block == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
       }
@@ -335,9 +380,19 @@ __device__ inline Verdict make_direct_plan(const Op<K>& op, const DirectDispatch
   return verdict;
 }
 
+// [thread] Return the output row of local expert `e` for a received token that has chosen it, in expert and decode
+// layout. The choices are summed, and where not all rows fit the groups are laid out.
+template <Kernels K, class Params>
+__device__ inline int row_of_choice(const Op<K>& op, const Params& params, const DirectPlan& plan, int source,
+                                    int token, int e) {
+  const int index = (source * plan.source_words + token / 32) * op.context.num_local_experts + e;
+  const int begin = static_cast<int>(params.group_begin(e, plan.expert_begin[e]));
+  return begin + plan.before[index] + __popc(plan.chosen[index] & ((1u << token % 32) - 1));
+}
+
 // [team] Wait for the direct plan of this block. Return its verdict. Called by the stage warps of a block that pulls.
-template <Kernels K>
-__device__ inline Verdict wait_for_direct_plan(const DirectDispatchParams& params, char* shared) {
+template <Kernels K, class Params>
+__device__ inline Verdict wait_for_direct_plan(const Params& params, char* shared) {
   ptx::named_barrier(kDirectPlanBarrier, DispatchBlock<K>::kThreads);
   return *params.direct_plan.in(shared).verdict;
 }
@@ -345,9 +400,9 @@ __device__ inline Verdict wait_for_direct_plan(const DirectDispatchParams& param
 // [warp] Write up to 32 items to `data`: each lane passes one, for `token` of `source`. Lanes without an item come
 // last; they pass token -1. The plan is usable. All lanes share the work: a lane takes one column of topk_idx, and as
 // many items are written together as there are lanes for. Ends with __syncwarp.
-template <Kernels K>
-__device__ inline void write_items(const Op<K>& op, const DirectDispatchParams& params, char* shared, int source,
-                                   int token, int32_t* data) {
+template <Kernels K, class Params>
+__device__ inline void write_items(const Op<K>& op, const Params& params, char* shared, int source, int token,
+                                   int32_t* data) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const int num_topk = op.context.config.num_topk, num_local = op.context.num_local_experts;
   const int width = lanes_for(num_topk);
@@ -371,9 +426,7 @@ __device__ inline void write_items(const Op<K>& op, const DirectDispatchParams& 
     }
     if (k == 0 && n < num) item.begin(its_token, num_copies);
     if (!is_local) continue;
-    const int index = (its_source * plan.source_words + its_token / 32) * num_local + e;
-    const uint32_t earlier = (1u << its_token % 32) - 1;
-    item.value(copy) = e * params.rows_per_group + plan.before[index] + __popc(plan.chosen[index] & earlier);
+    item.value(copy) = params.has_rank_layout() ? e : row_of_choice(op, params, plan, its_source, its_token, e);
     item.k(copy) = static_cast<uint8_t>(k);
   }
   __syncwarp();
@@ -381,8 +434,8 @@ __device__ inline void write_items(const Op<K>& op, const DirectDispatchParams& 
 
 // [team] Write the table of this rank's tokens, and their columns with an expert, for later combines. Called by the
 // same team in each block, with a usable plan.
-template <class Team, Kernels K>
-__device__ void keep_direct_table(const Op<K>& op, const DirectDispatchParams& params, const DirectPlan& plan) {
+template <class Team, Kernels K, class Params>
+__device__ void keep_direct_table(const Op<K>& op, const Params& params, const DirectPlan& plan) {
   const Context& context = op.context;
 #pragma unroll 1
   for (int token = op.block + op.num_blocks * Team::thread(); token < params.args.num_tokens;

@@ -1,5 +1,5 @@
 // The dispatch kernels of decode layout. With few tokens on one node a new plan is a direct plan, made in every block
-// (direct.cuh): direct_dispatch_kernel. Then somebody waits for each instruction, so this kernel has no code for
+// (direct.cuh): direct_decode_kernel. Then somebody waits for each instruction, so this kernel has no code for
 // anything else. With a handle, more tokens or several nodes decode_dispatch_kernel does the same steps as
 // dispatch_kernel. The second launch of a dispatch with a hook mostly only places rows: place_kernel.
 #pragma once
@@ -20,7 +20,8 @@ namespace ep::cuda {
 // then the plan is kept for it. In all cases no load of the pull warps is under way. `is_free` as in
 // wait_for_free_slots.
 template <Kernels K>
-__device__ Verdict run_direct_pull(const Op<K>& op, const DirectDispatchParams& params, char* shared, bool is_free) {
+__device__ Verdict run_direct_decode_pull(const Op<K>& op, const DirectDecodeParams& params, char* shared,
+                                          bool is_free) {
   // Announce, and plan.
   const bool ok = announce_direct(op, params, is_free);
   if (params.pulls()) make_ring(op, params, shared);
@@ -38,7 +39,8 @@ __device__ Verdict run_direct_pull(const Op<K>& op, const DirectDispatchParams& 
 // [team] Push rows, then keep the plan for later operations. Called by the stage warps of each block. Return kAborted
 // after an abort of this rank.
 template <bool kMayQuantize, Kernels K>
-__device__ Verdict run_direct_stage(const Op<K>& op, const DirectDispatchParams& params, char* shared, bool is_free) {
+__device__ Verdict run_direct_decode_stage(const Op<K>& op, const DirectDecodeParams& params, char* shared,
+                                           bool is_free) {
   // Push.
   if (!wait_for_free_slots<StageWarps<K>>(op, params, is_free)) {
     // The pull warps arrive at the barrier of a direct plan also after an abort.
@@ -70,8 +72,7 @@ __device__ Verdict run_direct_stage(const Op<K>& op, const DirectDispatchParams&
 // Launched by Engine::decode_dispatch: all blocks are resident at the same time.
 template <Kernels K, bool kMayQuantize>
 __global__ void __launch_bounds__(DispatchBlock<K>::kThreads, 1)
-    direct_dispatch_kernel(const __grid_constant__ Context context,
-                           const __grid_constant__ DirectDispatchParams params) {
+    direct_decode_kernel(const __grid_constant__ Context context, const __grid_constant__ DirectDecodeParams params) {
   extern __shared__ __align__(1024) char shared[];
   const Op<K> op{context,
                  Operation::kDispatch,
@@ -92,8 +93,8 @@ __global__ void __launch_bounds__(DispatchBlock<K>::kThreads, 1)
   const bool is_free = poll_free_slots(op, params);
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(aborted))
-    verdict = PullWarps::has_thread() ? run_direct_pull(op, params, shared, is_free)
-                                      : run_direct_stage<kMayQuantize>(op, params, shared, is_free);
+    verdict = PullWarps::has_thread() ? run_direct_decode_pull(op, params, shared, is_free)
+                                      : run_direct_decode_stage<kMayQuantize>(op, params, shared, is_free);
   // Complete the operation as dispatch_kernel does. This rank has read staging and slots.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/decode/dispatch_kernels.cuh"
+#include "cuda/decode/launch_direct.cuh"
 #include "cuda/device/launch.h"
 #include "cuda/dispatch/divide_shared.cuh"
 
@@ -19,8 +20,7 @@ inline void describe_decode(DecodeDispatchParams& params, const Context& context
   if (config.plans_directly && launch == DecodeLaunch::kReceive) params.plan_kind = PlanKind::kGiven;
   params.metadata_bytes = metadata_bytes(config, args);
   params.rows_per_group = config.num_ranks() * config.max_tokens;
-  if (params.stages() && config.plans_directly)
-    params.prefetched_bytes = args.num_tokens * (args.quantizes ? context.row_bytes : args.row_bytes);
+  if (params.stages() && config.plans_directly) params.prefetched_bytes = bytes_of_caller(context, args);
   // A row has a target for each rank of the node, and between nodes the inbox.
   const bool one_node = config.num_nodes == 1;
   params.pushes = config.ranks_per_node <= (one_node ? kInboxTarget + 1 : kInboxTarget);
@@ -30,49 +30,6 @@ inline void describe_decode(DecodeDispatchParams& params, const Context& context
   params.row_targets = ~0u;
   if (params.pushes && params.reads_own_rows()) params.row_targets &= ~(1u << context.local);
   if (!one_node && !params.stages_rows) params.row_targets &= ~(1u << kInboxTarget);
-}
-
-// [host] Divide the shared memory of a block between a direct plan, the pull warps' rings, and the counters of the
-// stage warps. Return its bytes.
-inline size_t divide_shared_directly(DirectDispatchParams& params, const Context& context, int num_warps) {
-  const DecodeDispatchArgs& args = params.args;
-  const size_t counters = lay_out_counters(params, context, num_warps), room = kUsableShared - counters;
-  Cursor c;
-  params.direct_plan = DirectPlan::carve(c, context.config);
-  size_t shared = round_up(c.size(), kLine);
-  params.rings_at = static_cast<uint32_t>(shared);
-  if (params.pulls()) {
-    const auto rings = [&] {
-      Cursor c;
-      carve_rings(c, params.pulled, PullWarps::kWarps, 0);
-      return c.size();
-    };
-    const size_t ring = (room - shared - rings()) / PullWarps::kWarps;
-    params.pulled =
-        make_pieces(args.row_bytes, bulk_scale_bytes(params, args), ring, kMaxPiece, max_places(params, args));
-    shared += rings();
-  }
-  params.counters_at = static_cast<uint32_t>(shared);
-  return shared + counters;
-}
-
-// [host] Launch a dispatch that makes a direct plan.
-template <Kernels K>
-void launch_direct(DirectDispatchParams& params, const Context& context, cudaStream_t stream) {
-  using Stage = StageWarps<K>;
-  // Block 0 sends the choices and begins to stage late. If the others take no more turns without it, it stages nothing.
-  const DecodeDispatchArgs& args = params.args;
-  const auto turns = [&](int staging_blocks) {
-    const int warps = staging_blocks * Stage::kWarps;
-    return (int64_t{args.num_tokens} * params.parts_of_row + warps - 1) / warps;
-  };
-  params.first_staging_block = args.num_blocks > 1 && turns(args.num_blocks - 1) == turns(args.num_blocks);
-  const size_t shared = divide_shared_directly(params, context, DispatchBlock<K>::kWarps);
-  // A launch for few tokens waits for its code to load, so rows that are not quantized have a smaller kernel.
-  constexpr bool kAlwaysMay = K != Kernels::kDecodeDirect;
-  const auto kernel =
-      kAlwaysMay || args.quantizes ? direct_dispatch_kernel<K, true> : direct_dispatch_kernel<K, kAlwaysMay>;
-  launch(kernel, args.num_blocks, DispatchBlock<K>::kThreads, shared, stream, context, params);
 }
 
 // [host] Launch the kernel that only places rows, if it can: all metadata are scales that come with the rows, and a
@@ -100,9 +57,13 @@ void Engine::launch_decode_dispatch(const DecodeDispatchArgs& args, int32_t* pla
   const bool plans_directly = context.config.plans_directly && args.topk_idx && part != DecodeLaunch::kReceive;
   if constexpr (kMayPlanDirectly) {
     if (plans_directly) {
-      DirectDispatchParams params{};
+      DirectDecodeParams params{};
       describe_decode(params, context, args, plan, part);
-      return launch_direct<K>(params, context, stream);
+      // A launch for few tokens waits for its code to load, so rows that are not quantized have a smaller kernel.
+      constexpr bool kAlwaysMay = K != Kernels::kDecodeDirect;
+      const auto kernel =
+          kAlwaysMay || args.quantizes ? direct_decode_kernel<K, true> : direct_decode_kernel<K, kAlwaysMay>;
+      return launch_direct<K>(kernel, params, context, stream);
     }
   }
   if constexpr (K != Kernels::kDecodeDirect) {

@@ -1,9 +1,12 @@
-// Placing: pushed rows go from their slots to the output, in decode layout. The code is short, because it begins cold
-// and the caller waits for it: a warp loads a row, and each lane with a copy of the row stores it.
+// Placing: pushed rows go from their slots to the output. The code is short, because it begins cold and the caller
+// waits for it: a warp loads a row, and each lane with a copy of the row stores it.
 #pragma once
+#include "cuda/decode/decode_dispatch.cuh"
 #include "cuda/decode/direct.cuh"
 
 namespace ep::cuda {
+
+using DirectDecodeParams = DirectParams<DecodeDispatchParams>;
 
 // [host] [thread] Lay out the rings of `num_warps` warps, or measure them. Return ring and mbarriers of one warp.
 EP_HOST_DEVICE inline std::pair<char*, uint64_t*> carve_rings(Cursor& c, const Pieces& pieces, int num_warps,
@@ -18,11 +21,12 @@ EP_HOST_DEVICE inline std::pair<char*, uint64_t*> carve_rings(Cursor& c, const P
 //   ring, full: this warp's places, at least two, and their mbarriers
 //   find_item(n, source, token): find the warp's n-th item; return false behind the last one
 //   wait_for_row(source, token): wait until its row may be read by bulk loads; return false after an abort
-//   find_row(source, token): return the output row of the lane's copy of the item found last, or -1
+//   find_row(source, token): return the output row of the lane's copy of the item found last, or -1. In rank layout
+//   one lane has the item's row
 template <Kernels K, class Params, class FindItem, class WaitForRow, class FindRow>
 __device__ bool place_rows(const Op<K>& op, const Params& params, char* ring, uint64_t* full, const FindItem& find_item,
                            const WaitForRow& wait_for_row, const FindRow& find_row) {
-  const DecodeDispatchArgs& args = params.args;
+  const RowArgs& args = params.args;
   const Pieces& pieces = params.pulled;
   const int lane = threadIdx.x % 32;
   PieceCursor load, store;
@@ -31,12 +35,18 @@ __device__ bool place_rows(const Op<K>& op, const Params& params, char* ring, ui
   const auto store_piece = [&] {
     ptx::barrier_wait(full + store.ring.place, store.ring.parity);
     if (kStamps && store.item == 0) stamp(op, Step::kLanded);
-    if (row >= 0)
+    const char* const scales = pieces.scale_place(ring, store.ring.place);
+    const uint32_t scale_bytes = pieces.scale_bytes_of(store.piece);
+    if (row >= 0) {
       ptx::bulk_store(args.out_rows + static_cast<size_t>(row) * args.row_bytes + store.piece * pieces.bytes,
                       pieces.place(ring, store.ring.place), pieces.bytes_of(store.piece));
+      if (scale_bytes > 0 && !Params::kScalesByColumn)
+        ptx::bulk_store(reinterpret_cast<char*>(args.out_scales) + static_cast<size_t>(row) * scale_bytes, scales,
+                        scale_bytes);
+    }
     ptx::bulk_commit();
-    if (pieces.scale_bytes_of(store.piece) > 0)
-      params.store_columns(reinterpret_cast<const float*>(pieces.scale_place(ring, store.ring.place)), row);
+    if constexpr (Params::kScalesByColumn)
+      if (scale_bytes > 0) params.store_columns(reinterpret_cast<const float*>(scales), row);
     store.advance(pieces);
   };
   int source, token;
@@ -44,11 +54,11 @@ __device__ bool place_rows(const Op<K>& op, const Params& params, char* ring, ui
 #pragma unroll 1
   for (int n = 0; find_item(n, source, token) && (ok = wait_for_row(source, token)); ++n) {
     const bool at_home = source == op.rank() && params.reads_own_rows();
-    const char* const slot = row_slot(op, op.context.local, source, token);
-    const char* const from = at_home ? args.rows + static_cast<size_t>(token) * args.row_bytes : slot;
+    const char* const from = at_home ? args.rows + static_cast<size_t>(token) * args.row_bytes
+                                     : row_slot(op, op.context.local, source, token);
     const char* const scales =
         at_home ? reinterpret_cast<const char*>(args.scales) + static_cast<size_t>(token) * args.scale_bytes
-                : slot + args.row_bytes;
+                : pushed_metadata(op, params, op.context.local, source, token);
 #pragma unroll 1
     do {
       // The place is free: only the last group of stores may still read its own one, if there are three places.
@@ -96,10 +106,27 @@ __device__ inline bool find_in_warp(const DirectPlan& plan, int first_word, int 
   return false;
 }
 
+// [warp] Wait until the row and the metadata of a received token may be read, by bulk loads too. Return false after an
+// abort of this rank.
+template <Kernels K>
+__device__ inline bool wait_for_token(const Op<K>& op, const StagedFlags& staged, int source, int token) {
+  const int chunk = token >> op.context.config.log_token_chunk;
+  return chunk <= staged.seen(source) || staged.wait(op, source, chunk);
+}
+
+// [thread] Return the local expert of the lane's choice of a received token, -1 for none and for one elsewhere.
+template <Kernels K>
+__device__ inline int local_choice(const Op<K>& op, const DirectPlan& plan, int source, int token) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
+  const int e =
+      lane < op.context.config.num_topk ? plan.choices_of(op, source, token)[lane] - op.rank() * num_local : -1;
+  return static_cast<unsigned>(e) < static_cast<unsigned>(num_local) ? e : -1;
+}
+
 // [team] Write all items of a usable direct plan to memory, for later operations; the warps share them. Called by the
 // same team in each block.
-template <class Team, Kernels K>
-__device__ inline void keep_items(const Op<K>& op, const DirectDispatchParams& params, char* shared) {
+template <class Team, Kernels K, class Params>
+__device__ inline void keep_items(const Op<K>& op, const Params& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const bool is_first = threadIdx.x % 32 == 0;
   int source, token;
@@ -115,15 +142,14 @@ __device__ inline void keep_items(const Op<K>& op, const DirectDispatchParams& p
 // an item are staged. Called by the stage warps of each block. Return false after an abort of this rank: a warp may
 // then leave alone, so no barrier of the team may follow. Not inlined: few launches call it, and it costs registers.
 template <Kernels K>
-__device__ __noinline__ inline bool deliver_direct_scales(Op<K> op, const DirectDispatchParams& params, char* shared) {
+__device__ __noinline__ inline bool deliver_direct_scales(Op<K> op, const DirectDecodeParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const StagedFlags staged = staged_flags(op, params, shared);
   int source, token;
 #pragma unroll 1
   for (int n = op.block + op.num_blocks * StageWarps<K>::warp(); find_in_warp(plan, 0, n, source, token);
        n += op.num_blocks * StageWarps<K>::kWarps) {
-    const int chunk = token >> op.context.config.log_token_chunk;
-    if (chunk > staged.seen(source) && !staged.wait(op, source, chunk)) return false;
+    if (!wait_for_token(op, staged, source, token)) return false;
     const auto* const scales = reinterpret_cast<const float*>(metadata_of(op, params, source, token));
     const Item item{params.plan.items + static_cast<size_t>(n) * op.context.item_ints, op.context.max_copies};
 #pragma unroll 1
@@ -135,39 +161,41 @@ __device__ __noinline__ inline bool deliver_direct_scales(Op<K> op, const Direct
 }
 
 // [warp] Create the mbarriers of this pull warp's ring, before place_direct.
-template <Kernels K>
-__device__ inline void make_ring(const Op<K>&, const DirectDispatchParams& params, char* shared) {
+template <Kernels K, class Params>
+__device__ inline void make_ring(const Op<K>&, const Params& params, char* shared) {
   Cursor c(shared + params.rings_at);
   const auto [ring, full] = carve_rings(c, params.pulled, PullWarps::kWarps, PullWarps::warp());
   if (threadIdx.x % 32 == 0) init_places(full);
   __syncwarp();
 }
 
-// [warp] Place the rows of this pull warp's items of a direct plan. The choices are summed, and all ranks agree; head
-// and layout may be unwritten. Return as place_rows. Items have the order of the plan, but each rank begins with its
-// own tokens. So at any time different ranks have different sources.
-template <Kernels K>
-__device__ inline bool place_direct(const Op<K>& op, const DirectDispatchParams& params, char* shared) {
+// [warp] Place the rows of this pull warp's items of a direct plan. The choices are summed, and all ranks agree. Where
+// all rows fit, head and layout may be unwritten; else the plan is usable. Return as place_rows. Items have the order
+// of the plan, but each rank begins with its own tokens. So at any time different ranks have different sources.
+template <Kernels K, class Params>
+__device__ inline bool place_direct(const Op<K>& op, const Params& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
-  const Config& config = op.context.config;
-  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   Cursor c(shared + params.rings_at);
   const auto [ring, full] = carve_rings(c, params.pulled, PullWarps::kWarps, PullWarps::warp());
   const StagedFlags staged = staged_flags(op, params, shared);
+  const int first = op.block + op.num_blocks * PullWarps::warp(), step = op.num_blocks * PullWarps::kWarps;
+  int number;  // of the item found last, in this order
   const auto find_item = [&](int n, int& source, int& token) {
-    const int number = op.block + op.num_blocks * (PullWarps::warp() + PullWarps::kWarps * n);
+    number = first + step * n;
     return find_in_warp(plan, op.rank() * plan.source_words, number, source, token);
   };
   const auto wait_for_row = [&](int source, int token) {
-    const int chunk = token >> config.log_token_chunk;
     const bool at_home = source == op.rank() && params.reads_own_rows();
-    return at_home || chunk <= staged.seen(source) || staged.wait(op, source, chunk);
+    return at_home || wait_for_token(op, staged, source, token);
   };
   const auto find_row = [&](int source, int token) {
-    const int e = lane < config.num_topk ? plan.choices_of(op, source, token)[lane] - op.rank() * num_local : -1;
-    if (static_cast<unsigned>(e) >= static_cast<unsigned>(num_local)) return -1;
-    const int index = (source * plan.source_words + token / 32) * num_local + e;
-    return e * params.rows_per_group + plan.before[index] + __popc(plan.chosen[index] & ((1u << token % 32) - 1));
+    if (params.has_rank_layout()) {
+      // The order of the plan begins with rank 0.
+      const int index = plan.head->item_begin()[op.rank()] + number, num_items = plan.head->num_items;
+      return threadIdx.x % 32 > 0 ? -1 : index < num_items ? index : index - num_items;
+    }
+    const int e = local_choice(op, plan, source, token);
+    return e < 0 ? -1 : row_of_choice(op, params, plan, source, token, e);
   };
   return place_rows(op, params, ring, full, find_item, wait_for_row, find_row);
 }

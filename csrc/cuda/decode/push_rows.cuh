@@ -1,7 +1,8 @@
-// Pushing rows, in decode layout: the stage warps store this rank's rows and metadata in the slots of the ranks of the
-// node with an expert of the token. Between nodes they also stage them, for the senders.
+// Pushing rows: the stage warps store this rank's rows in the slots of the ranks of the node with an expert of the
+// token. In decode layout their metadata go along, and between nodes rows and metadata are also staged, for the
+// senders. In expert and rank layout the slots have no room for weights, so metadata are staged alone.
 #pragma once
-#include "cuda/decode/decode_dispatch.cuh"
+#include "cuda/decode/row_slots.cuh"
 #include "cuda/dispatch/stage.cuh"
 
 namespace ep::cuda {
@@ -54,7 +55,7 @@ struct Targets {
   __device__ float* metadata(int target, int token) const {
     char* const metadata = is_inbox(target) ? op.my_inbox(op.context.node, &Inbox::metadata) +
                                                   static_cast<size_t>(token) * params.metadata_bytes
-                                            : row(target, token) + params.args.row_bytes;
+                                            : pushed_metadata(op, params, target, op.rank(), token);
     return reinterpret_cast<float*>(metadata);
   }
 
@@ -91,7 +92,8 @@ __device__ inline void push_copies(const Op<K>& op, const Params& params, Share 
   const char* const from = params.args.rows;
   const uint32_t row_bytes = params.args.row_bytes;
   const int num = static_cast<int>(row_bytes / sizeof(uint4)), lane = threadIdx.x % 32;
-  const Metadata metadata(params.args, nullptr, 0, 0);
+  const Metadata metadata = metadata_of_caller(op, params);
+  const uint32_t own = 1u << op.context.local;  // staged metadata have one place
   Targets targets(op, params);
   stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy& copy) {
     targets.load(at.token);
@@ -111,7 +113,9 @@ __device__ inline void push_copies(const Op<K>& op, const Params& params, Share 
           if (first + lane + 32 * i < num) target_row[first + 32 * i] = words[i];
       });
     }
-    if (copy.has_any()) for_each_target(to, [&](int target) { copy.store(targets.metadata(target, at.token)); });
+    if (copy.has_any())
+      for_each_target(Params::kPushesMetadata ? to : own,
+                      [&](int target) { copy.store(targets.metadata(target, at.token)); });
   });
 }
 
@@ -122,7 +126,7 @@ __device__ void push_quantized(const Op<K>& op, const Params& params, Share shar
   const uint32_t row_bytes = op.context.row_bytes;
   const int num_vectors = op.context.config.hidden / BFloat16::kElements;
   const bool powers_of_two = params.args.powers_of_two;
-  const Metadata metadata(params.args, nullptr, 0, 0);
+  const Metadata metadata = metadata_of_caller(op, params);
   RowPart next;
   Targets targets(op, params);
   const auto load = [&](const Share& at) {
@@ -132,7 +136,7 @@ __device__ void push_quantized(const Op<K>& op, const Params& params, Share shar
     next.load(row, at.part, num_vectors);
   };
   load(share);
-  stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy&) {
+  stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy& copy) {
     const RowPart part = next;
     const uint32_t to = targets.find(at.token);
     load(at.next());
@@ -141,6 +145,7 @@ __device__ void push_quantized(const Op<K>& op, const Params& params, Share shar
       RowPart::store<kMx>(quantized, targets.row(target, at.token), targets.metadata(target, at.token), at.part,
                           num_vectors);
     });
+    if (params.has_weights() && copy.has_any()) copy.store(targets.metadata(op.context.local, at.token));
   });
 }
 

@@ -213,19 +213,19 @@ __device__ inline void clear_after_abort(const Op<K>& op, const DispatchParams& 
   for (int64_t i = threadIdx.x; i < num_indices; i += DispatchBlock<K>::kThreads) params.args.out_topk_idx[i] = -1;
 }
 
-// [team] Clear the padding of the expert groups, and the rows after the last group.
-// Called by the stage warps of each block.
+// [team] Clear the padding of the expert groups, and the rows after the last group. Called by the stage warps of each
+// block, with the plan's head and expert groups as this block may read them.
 template <Kernels K>
-__device__ inline void clear_padding(const Op<K>& op, const DispatchParams& params) {
-  const Plan& plan = params.plan;
+__device__ inline void clear_padding(const Op<K>& op, const DispatchParams& params, const PlanHead& head,
+                                     const int32_t* expert_begin, const int32_t* expert_rows) {
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * StageWarps<K>::kWarps;
   const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * StageWarps<K>::warp();
-  if (plan.head->has_expert_layout())
+  if (head.has_expert_layout())
     // Each lane finds the padding of one expert group; then the warps of all blocks share its rows.
     for (int first = 0; first < num_local; first += 32) {
       const int e = min(first + lane, num_local - 1);
-      const int begin = plan.expert_begin[e] + plan.expert_rows[e];
-      const int num = first + lane < num_local ? plan.expert_begin[e + 1] - begin : 0;
+      const int begin = expert_begin[e] + expert_rows[e];
+      const int num = first + lane < num_local ? expert_begin[e + 1] - begin : 0;
       for (uint32_t padded = __ballot_sync(~0u, num > 0); padded != 0; padded &= padded - 1) {
         const int from = __ffs(padded) - 1;
         const int its_begin = __shfl_sync(~0u, begin, from), its_num = __shfl_sync(~0u, num, from);
@@ -233,7 +233,7 @@ __device__ inline void clear_padding(const Op<K>& op, const DispatchParams& para
           clear_row(op, params, its_begin + i);
       }
     }
-  clear_from<StageWarps<K>>(op, params, plan.head->num_rows);
+  clear_from<StageWarps<K>>(op, params, head.num_rows);
 }
 
 }  // namespace ep::cuda

@@ -13,10 +13,10 @@ namespace ep::cuda {
 // without a token. With direct plans the few tokens wait until their rows are quantized, which more warps do sooner.
 constexpr int kPullThreads = 256;
 template <Kernels K>
-constexpr int kStageThreads = K == Kernels::kDecodeDirect ? 384 : 256;
+constexpr int kStageThreads = K == Kernels::kDirect || K == Kernels::kDecodeDirect ? 384 : 256;
 template <Kernels K>
 using DispatchBlock = Team<0, 0, kPullThreads + kStageThreads<K>>;
-static_assert(DispatchBlock<Kernels::kDecodeDirect>::kWarps <= kStampedWarps);
+static_assert(DispatchBlock<Kernels::kDirect>::kWarps <= kStampedWarps);
 using PullWarps = Team<1, 0, kPullThreads>;
 template <Kernels K>
 using StageWarps = Team<2, kPullThreads, kStageThreads<K>>;
@@ -45,7 +45,8 @@ struct RowParams {
 
 // A dispatch in expert or rank layout.
 struct DispatchParams : RowParams {
-  static constexpr bool kScalesByColumn = false;
+  static constexpr bool kScalesByColumn = false;  // scales of a row are adjacent in the output
+  static constexpr bool kAllFit = false;  // the output may have too few rows for those received, and has padding
 
   DispatchArgs args;
   // If the host needs the counts to make the outputs, it launches twice for one epoch. The first launch plans or
@@ -65,6 +66,7 @@ struct DispatchParams : RowParams {
 
   // [host] [thread] Return whether weights travel along; whether the host waits for the counts, and its ticket.
   EP_HOST_DEVICE bool has_weights() const { return args.topk_weights != nullptr; }
+  __device__ bool has_rank_layout() const { return args.layout == Layout::kRank; }
   EP_HOST_DEVICE bool reports_counts() const { return args.num_rows < 0; }
   EP_HOST_DEVICE uint64_t ticket() const { return args.ticket; }
 

@@ -8,7 +8,8 @@
 //   rail blocks   send to the rail peers, and relay what comes from there                        (rail_rows.cuh)
 //
 // One launch does all of it. If the host needs the counts to make the outputs, a first launch plans and stages, and a
-// second one pulls and delivers (Launch).
+// second one pulls and delivers (Launch). In a buffer for few tokens on one node new plans are made in another kernel
+// (direct_kernel.cuh).
 #pragma once
 #include "cuda/dispatch/deliver.cuh"
 #include "cuda/dispatch/dispatch.cuh"
@@ -84,7 +85,7 @@ __device__ Verdict run_stage(const Op<K>& op, const DispatchParams& params, char
   stamp(op, Step::kKept);
   if (!deliver_metadata(op, params, shared)) return Verdict::kAborted;
   stamp(op, Step::kDelivered);
-  clear_padding(op, params);
+  clear_padding(op, params, *params.plan.head, params.plan.expert_begin, params.plan.expert_rows);
   stamp(op, Step::kCleared);
   return verdict;
 }
