@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -43,7 +42,9 @@ from ep_dispatcher.moe.grouped_mlp import (
     SavedForward,
     activated_rows,
     make_mlp,
+    write_first_grads,
     write_parameter_grads,
+    write_second_grads,
 )
 from ep_dispatcher.moe.overlap import order_memory
 from ep_dispatcher.outputs import new_handle
@@ -195,13 +196,23 @@ class _BalancedMlp(Function):
             )
             del grad_activated
 
+            used_beside: list[Tensor] = []  # by the side stream, so they live until the main stream has waited for it
+
             def to_tokens() -> Combined:
                 grad_rows = grouped_gemm.linear_grad_rows(grad_hidden, WithCopies(own.w1, in_slots.w1), ends)
                 clear_unused_rows(ends, grad_rows, grad_row_weights)
+                used_beside.append(grad_rows)
                 sums = CombineRequest(
-                    grad_rows, plan, grad.shape[0], topk_weights=grad_row_weights, message_rows=message_rows
+                    grad_rows,
+                    plan,
+                    grad.shape[0],
+                    topk_weights=grad_row_weights,
+                    message_rows=message_rows,
+                    out=grad.new_empty(grad.shape),  # memory of the main stream, which goes on to use it
                 )
-                return side.collective(engine.combine, sums)
+                side.follow_main()
+                with side.current():
+                    return side.collective(engine.combine, sums)
 
             back = _Once(to_tokens if any(ctx.needs_input_grad[:2]) else None)
 
@@ -221,21 +232,27 @@ class _BalancedMlp(Function):
                     with side.current():
                         slots.pull(copies, [gradients.get(name) for name in names])
 
-                pull_w2 = partial(pull, w2=out.w2, b2=out.b2)
-                write_parameter_grads(inputs, mlp.activation, out, accumulate, between=pull_w2)
+                # The pull of w1 runs beside the gradients of rows, and their combine beside those of w2. Only the pull
+                # of w2, the smaller one, has nothing beside it.
+                write_first_grads(inputs, out, accumulate)
                 pull(w1=out.w1, b1=out.b1)
                 back.run()
+                write_second_grads(inputs, mlp.activation, out, accumulate)
+                pull(w2=out.w2, b2=out.b2)
                 side.main_waits()
 
             needs_grad = any(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
             parameter_grads = mlp.autograd_gradients(write, tensors, needs_grad)
             combined = back.run()
-        grad_x, grad_topk_weights = (None, None) if combined is None else combined
+            side.main_waits()
+            grad_x, grad_topk_weights = (None, None) if combined is None else combined
+            if grad_topk_weights is not None:
+                grad_topk_weights = grad_topk_weights.clone()  # that memory belongs to the side stream
         return grad_x, grad_topk_weights, None, None, None, None, None, *parameter_grads
 
 
 class _Once:
-    """The combine of a backward: beside the pull of gradients where there is one, else at the end."""
+    """The combine of a backward: beside gradients of weights where there are any, else at the end."""
 
     def __init__(self, call: Callable[[], Combined] | None):
         self._call, self._result = call, cast("Combined | None", None)

@@ -262,28 +262,28 @@ def write_parameter_grads(
     accumulate: bool,
     first_expert: int = 0,
     held: Tensor | None = None,
-    between: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the gradients of the parameters into `out`, or add them to what it holds.
 
     They are sums over the rows of one or two sets.
 
     first_expert, held: as in grouped_gemm.linear_grad_weights
-    between: called when the gradients of w2 and b2 are complete, and before those of w1 and b1
     """
+    options: dict[str, Any] = dict(first_expert=first_expert, held=held)
+    write_second_grads(sets, activation, out, accumulate, **options)
+    write_first_grads(sets, out, accumulate, **options)
+
+
+# In both the lists are not given names: what is computed for one gradient is freed before the next one is computed.
+def write_first_grads(
+    sets: Sequence[tuple[SavedForward, RowGrads]],
+    out: Parameters,
+    accumulate: bool,
+    first_expert: int = 0,
+    held: Tensor | None = None,
+) -> None:
+    """Write the gradients of w1 and b1, as write_parameter_grads does."""
     options: dict[str, Any] = dict(accumulate=accumulate, first_expert=first_expert)
-    # The lists are not given names: what is computed for one gradient is freed before the next one is computed.
-    grouped_gemm.linear_grad_weights(
-        [(grads.grad_out, activated_rows(saved, activation), saved.ends) for saved, grads in sets],
-        out.w2,
-        held=held,
-        **options,
-    )
-    if out.b2 is not None:
-        grouped_gemm.linear_grad_bias(
-            [(grads.grad_out, saved.ends, saved.row_weights) for saved, grads in sets], out.b2, **options
-        )
-    between()
     grouped_gemm.linear_grad_weights(
         [(grads.grad_hidden, _dequantized_rows(saved), saved.ends) for saved, grads in sets],
         out.w1,
@@ -293,6 +293,28 @@ def write_parameter_grads(
     if out.b1 is not None:
         grouped_gemm.linear_grad_bias(
             [(grads.grad_hidden, saved.ends, None) for saved, grads in sets], out.b1, **options
+        )
+
+
+def write_second_grads(
+    sets: Sequence[tuple[SavedForward, RowGrads]],
+    activation: Activation,
+    out: Parameters,
+    accumulate: bool,
+    first_expert: int = 0,
+    held: Tensor | None = None,
+) -> None:
+    """Write the gradients of w2 and b2, as write_parameter_grads does."""
+    options: dict[str, Any] = dict(accumulate=accumulate, first_expert=first_expert)
+    grouped_gemm.linear_grad_weights(
+        [(grads.grad_out, activated_rows(saved, activation), saved.ends) for saved, grads in sets],
+        out.w2,
+        held=held,
+        **options,
+    )
+    if out.b2 is not None:
+        grouped_gemm.linear_grad_bias(
+            [(grads.grad_out, saved.ends, saved.row_weights) for saved, grads in sets], out.b2, **options
         )
 
 
