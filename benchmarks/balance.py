@@ -23,7 +23,7 @@ Sides take turns, each in a CUDA graph (on CPUs one call after the other); figur
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +50,7 @@ CASES = ["4096x7168x128x2048", "8192x2048x128x768"]
 TOPK, SEED = 8, 11
 TRACE = Path(__file__).parent / "results" / "routing-trace.npz"
 PASSES = ("forward", "forward+backward")
+NODE_COUNTERS = ("inter_node_bytes_sent", "inter_node_list_bytes_sent")
 
 
 class Case(NamedTuple):
@@ -173,6 +174,7 @@ class Measured(NamedTuple):
     times: dict[tuple[str, str], float]  # microseconds by pass and side
     balance: dict[str, float]
     rows: dict[str, int]  # of the fullest rank, by side
+    node_bytes: dict[str, tuple[int, int]]  # sent_to_nodes of a forward and backward, by side
     slot_bytes: int
 
 
@@ -192,22 +194,22 @@ def measure(rank: int, case: Case, rounds: int) -> Measured:
     even = choices_of(case._replace(popularity="balanced"), rank).to(device)
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=TOPK, max_tokens_per_rank=case.tokens)
     options = dict(engine=case.engine, dtype=dtype, timeout_s=60, ranks_per_node=case.ranks_per_node)
-    sides, rows = {}, {}
+    sides, rows, node_bytes = {}, {}, {}
     with (
         ep.Buffer(**sizes, **options) as plain,
         ep.Buffer(**sizes, **options, redundant_experts_per_rank=case.redundant) as redundant,
     ):
-        redundant.stats()
         for name, buffer, idx in (("today", plain, skewed), ("copies", redundant, skewed), ("balanced", plain, even)):
             ep.moe_mlp(buffer, given[0], idx, *given[1:])  # makes the slots
             rows[name] = fullest_rows(buffer, idx)
             for pass_name in PASSES:
                 run = partial(layer, pass_name, buffer, idx, rows[name], given)
                 sides[pass_name, name] = run
+            node_bytes[name] = sent_to_nodes(buffer, sides[PASSES[-1], name])
         redundant.check()
-        stats = redundant.stats()
-        assert stats is not None and stats.balance is not None
-        found = stats.balance
+        plan = redundant.balancer().balance(skewed).plan  # stats() has it too, but would add to the times
+        (before, after), mean = plan.rows.amax(1).tolist(), float(plan.rows[0].double().mean())
+        num_copies = int((plan.copies[..., 0] >= 0).sum())
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
         replays = {key: on_device(run, pool=pool) if on_gpu else on_host(run, 1) for key, run in sides.items()}
         medians = median_times(replays, rounds)
@@ -218,10 +220,8 @@ def measure(rank: int, case: Case, rounds: int) -> Measured:
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-    balance = dict(
-        before=found.imbalance_before, after=found.imbalance_after, copies=found.num_copies / found.num_microbatches
-    )
-    return Measured(medians, balance, rows, slots)
+    balance = dict(before=before / mean, after=after / mean, copies=num_copies)
+    return Measured(medians, balance, rows, node_bytes, slots)
 
 
 def fullest_rows(buffer: ep.Buffer, idx: Tensor) -> int:
@@ -231,6 +231,22 @@ def fullest_rows(buffer: ep.Buffer, idx: Tensor) -> int:
     out = buffer.plan(idx)
     assert out.rows_on_host is not None
     return largest_of(int(out.rows_on_host.sum()))
+
+
+def sent_to_nodes(buffer: ep.Buffer, run: Callable[[], object]) -> tuple[int, int]:
+    """Return the bytes that this rank sends to other nodes in one run: of rows and sums, and of counts and lists.
+
+    With redundant experts the counts of all ranks are among the rows.
+    """
+
+    def sent() -> Tensor:
+        counters = buffer.counters()
+        return torch.tensor([sum(counters[name]) for name in NODE_COUNTERS])
+
+    before = sent()
+    run()
+    rows, lists = (sent() - before).tolist()
+    return rows, lists
 
 
 def layer(pass_name: str, buffer: ep.Buffer, idx: Tensor, max_recv_rows: int, given: list[Tensor]) -> None:
@@ -248,6 +264,7 @@ def report(case: Case, ranks: list[Measured]) -> dict[str, object]:
     """Print one case. Return it for the JSON."""
     slowest = {key: max(rank.times[key] for rank in ranks) for key in ranks[0].times}
     balance, rows = ranks[0].balance, ranks[0].rows
+    node_bytes = {side: [sum(sent) for sent in zip(*(rank.node_bytes[side] for rank in ranks))] for side in rows}
     nodes = f"{case.ranks // case.ranks_per_node} x {case.ranks_per_node}"
     print(
         f"\n{case.tokens} x {case.hidden} x {case.intermediate}, top-{TOPK} of {case.experts}, {case.popularity}, "
@@ -262,11 +279,14 @@ def report(case: Case, ranks: list[Measured]) -> dict[str, object]:
             f"balanced {even:9.0f}: copies take {copies / even:.3f} of it",
             flush=True,
         )
+    for what, today, copies in zip(("rows", "lists"), node_bytes["today"], node_bytes["copies"]):
+        print(f"  {what} between nodes: today {today / 1e6:.3f} MB, copies {copies / 1e6:.3f} MB", flush=True)
     return dict(
         case=case._asdict(),
         microseconds={f"{name}, {side}": time for (name, side), time in slowest.items()},
         balance=balance,
         fullest_rows=rows,
+        node_bytes=dict(of=["rows and sums", "counts and lists"], **node_bytes),
         slot_bytes=ranks[0].slot_bytes,
     )
 

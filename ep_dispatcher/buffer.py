@@ -531,7 +531,7 @@ class Buffer(BufferSizes):
         if self.totals is None:
             self.totals = Totals(engine, config.num_local_experts, config.num_ranks, self.device)
             if config.redundant_experts_per_rank:
-                self.balancer().totals = self.totals.balance
+                self.balancer().totals = self.totals
             return None
         return self.totals.take(engine)
 

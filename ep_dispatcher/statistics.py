@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.balance.move_clock import MoveClock
 from ep_dispatcher.engines.base import Engine
 
 NUM_LABELS = 256
@@ -25,7 +26,14 @@ class BalanceStats(NamedTuple):
     fullest_before     rows of the fullest rank of each microbatch, had every expert stayed at home
     fullest_after      the same with the copies that were made
     num_copies         redundant copies that were made
+    bytes_pushed       bytes of weights that this rank has written into slots of other ranks, in forwards, backwards and
+                       recomputes
+    bytes_pulled       bytes of float32 gradients that this rank has read from slots of other ranks
+    push_ns, pull_ns   nanoseconds that these pushes and pulls took on this rank: on GPUs from when the stream could
+                       begin one until it had ended, without those in CUDA graphs, which are not timed
     num_ranks          ranks of the buffer: no sum
+
+    Bytes and times are those of one rank. All else is the same on all ranks.
     """
 
     num_microbatches: int
@@ -33,6 +41,10 @@ class BalanceStats(NamedTuple):
     fullest_before: int
     fullest_after: int
     num_copies: int
+    bytes_pushed: int
+    bytes_pulled: int
+    push_ns: int
+    pull_ns: int
     num_ranks: int
 
     @property
@@ -46,7 +58,8 @@ class BalanceStats(NamedTuple):
         return self.fullest_after * self.num_ranks / self.rows if self.rows else 1.0
 
 
-NUM_BALANCE_SUMS = len(BalanceStats._fields) - 1
+NUM_PLAN_SUMS = BalanceStats._fields.index("bytes_pushed")  # fields that a plan of copies adds to
+NUM_BALANCE_SUMS = BalanceStats._fields.index("push_ns")  # fields that are counted on the engine's device
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,8 @@ class Stats:
                         ``Buffer.dispatch_wait_ns``
     combine_wait_ns     likewise in combines
     num_calls           calls of ``stats()`` that this covers. It is more than 1 if earlier ones returned None
-    balance             with redundant experts what balancing has done, the same on all ranks. Without them None, and
-                        with them tokens_per_expert has a column for each slot behind those of this rank's experts
+    balance             with redundant experts what balancing has done. Without them None, and with them
+                        tokens_per_expert has a column for each slot behind those of this rank's experts
     """
 
     tokens_per_expert: Tensor
@@ -102,6 +115,7 @@ class Totals:
     """Sums since they were made. The engine adds to them; they are never set back, so no operation can be lost.
 
     all     int64 on the engine's device; `parts` has its parts. integrations/job_stats.py reads it too
+    moves   times of pushes and pulls of redundant copies
     """
 
     def __init__(self, engine: Engine, num_local_experts: int, num_ranks: int, device: torch.device):
@@ -120,6 +134,7 @@ class Totals:
             engine.expert_tokens = tokens.unbind()
         for name, wait_ns in zip(_OPERATIONS, waits, strict=True):
             engine.measure_waits(name, wait_ns)
+        self.moves = MoveClock(device)
         self._copies: deque[_Taken] = deque()
         self._call = 0
 
@@ -139,6 +154,7 @@ class Totals:
         with torch.inference_mode(False), torch.cuda.device_of(self.all):
             follow(engine, self.all.device)
             self._call += 1
+            self.moves.call = self._call
             if len(self._copies) < _MOST_COPIES:
                 self._copies.append(_Taken(HostCopy(self.all), self._call))
             arrived = None
@@ -150,7 +166,7 @@ class Totals:
             tokens, dispatch_wait_ns, combine_wait_ns, sums = self.parts(totals - self._last)
             balance = None
             if engine.config.redundant_experts_per_rank:
-                balance = BalanceStats._make([*sums.tolist(), self._num_ranks])
+                balance = BalanceStats._make([*sums.tolist(), *self.moves.take(before=call), self._num_ranks])
             stats = Stats(tokens, dispatch_wait_ns, combine_wait_ns, call - self._last_call, balance)
             self._last, self._last_call = totals, call
             return stats

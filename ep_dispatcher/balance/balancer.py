@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks
 from ep_dispatcher.addressable import as_addressable
+from ep_dispatcher.balance.move_clock import Move
 from ep_dispatcher.balance.planner import BalancePlan, BalanceSizes, count_choices, plan_copies, rewrite, why_not
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.engines.base import Engine
@@ -34,11 +35,16 @@ from ep_dispatcher.memory import round_up
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import DispatchRequest
+from ep_dispatcher.statistics import NUM_PLAN_SUMS, BalanceStats, Totals
 from ep_dispatcher.topology import Topology
 
 MAX_SLOTS: int = _C_cpu.BALANCE_MAX_SLOTS  # of a rank
 SMALLEST_COPY = 256  # rows. Below that the bytes of the weights cost more than the rows save
 _COUNT_BYTES = 4
+_BYTES_OF: dict[Move, int] = {  # fields of BalanceStats
+    "push": BalanceStats._fields.index("bytes_pushed"),
+    "pull": BalanceStats._fields.index("bytes_pulled"),
+}
 
 
 def _row_bytes(num_experts: int) -> int:
@@ -107,7 +113,7 @@ class Balancer:
         self._slots: dict[tuple[object, ...], Slots] = {}  # by the shapes and the dtype of an expert's parameters
         self._num_made = 0  # attempts to make some
         self._last_use: torch.cuda.Event | None = None  # of any slot
-        self.totals: Tensor | None = None  # int64, one of each of BalanceStats's fields: every plan adds to it
+        self.totals: Totals | None = None  # of the buffer, once it counts: plans and moves add to them
 
     @property
     def smallest_copy(self) -> int:
@@ -129,7 +135,8 @@ class Balancer:
         if self.totals is not None:
             before, after = plan.rows.long()
             numbers = [torch.ones_like(before[0]), before.sum(), before.max(), after.max()]
-            self.totals += torch.stack([*numbers, (plan.copies[..., 0] >= 0).sum()])
+            sums = self.totals.balance[:NUM_PLAN_SUMS]
+            sums += torch.stack([*numbers, (plan.copies[..., 0] >= 0).sum()])
         return Balanced(rewrite(topk_idx, counts, config.topology.rank, plan, sizes), plan)
 
     def barrier(self) -> None:
@@ -188,6 +195,32 @@ class Balancer:
                 slots = Slots(config, self._device, config.redundant_experts_per_rank, shapes, dtype, number)
             self._slots[(shapes, dtype)] = slots
         return slots
+
+    def push(self, slots: Slots, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
+        """Push as Slots does, and measure it for ``Buffer.stats()``."""
+        bytes_of_copy = sum(of_slots[0].nbytes for of_slots in slots.weights)
+        with self._measured("push", copies, bytes_of_copy):
+            slots.push(copies, parameters)
+
+    def pull(self, slots: Slots, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
+        """Pull as Slots does, and measure it for ``Buffer.stats()``."""
+        pairs = zip(slots.gradients, gradients, strict=True)
+        bytes_of_copy = sum(of_slots[0].nbytes for of_slots, gradient in pairs if gradient is not None)
+        with self._measured("pull", copies, bytes_of_copy):
+            slots.pull(copies, gradients)
+
+    @contextmanager
+    def _measured(self, move: Move, copies: Tensor, bytes_of_copy: int) -> Iterator[None]:
+        """Count the time and the bytes of a move once the buffer counts. The host does not wait."""
+        totals = self.totals
+        if totals is None:
+            yield
+            return
+        with totals.moves.measure(move):
+            yield
+        homes = copies[..., 0] // self.sizes.num_local_experts  # -1 where a slot is free
+        num_copies = (homes == self._engine.config.topology.rank).sum()
+        totals.balance[_BYTES_OF[move]].add_(num_copies, alpha=bytes_of_copy)
 
     @property
     def slot_bytes(self) -> int:

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from ep_dispatcher import recompute
 from ep_dispatcher.arguments import dispatch_request
 from ep_dispatcher.autograd import backward_buffer, check_saved_plan
+from ep_dispatcher.balance.balancer import Balancer
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines.base import Engine
@@ -136,11 +137,11 @@ class _BalancedMlp(Function):
                 assert copies is not None  # as the handle is that of a layer with redundant experts
                 recompute.use_plan(request, handles[0])
                 received = side.collective(engine.dispatch, request)
-                side.push(slots, copies, own)
+                side.push(balancer, slots, copies, own)
             else:
                 balanced = side.collective(balancer.balance, request.topk_idx)
                 copies = balanced.plan.copies
-                side.push(slots, copies, own)
+                side.push(balancer, slots, copies, own)
                 request = replace(request, topk_idx=balanced.topk_idx)
                 received = side.collective(engine.dispatch, request)
                 handles.append(new_handle(engine, request, received, copies))
@@ -179,7 +180,7 @@ class _BalancedMlp(Function):
         with balancer.using_slots(), _SideStream(engine, grad) as side:
             request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
             grad_results = side.collective(engine.dispatch, request).rows
-            side.push(slots, copies, own)
+            side.push(balancer, slots, copies, own)
             with side.current():
                 side.collective(balancer.barrier)
             grad_activated = grouped_gemm.linear_grad_rows(grad_results, own.w2, ends)
@@ -230,7 +231,7 @@ class _BalancedMlp(Function):
                     side.follow_main()
                     names = [name for name, matrices in own._asdict().items() if matrices is not None]
                     with side.current():
-                        slots.pull(copies, [gradients.get(name) for name in names])
+                        balancer.pull(slots, copies, [gradients.get(name) for name in names])
 
                 # The pull of w1 runs beside the gradients of rows, and their combine beside those of w2. Only the pull
                 # of w2, the smaller one, has nothing beside it.
@@ -305,11 +306,11 @@ class _SideStream:
         """Make it the current stream."""
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
-    def push(self, slots: Slots, copies: Tensor, own: Parameters) -> None:
+    def push(self, balancer: Balancer, slots: Slots, copies: Tensor, own: Parameters) -> None:
         """Push the weights of copies, behind all that the main stream has been given so far."""
         self.follow_main()
         with self.current():
-            slots.push(copies, _given(own))
+            balancer.push(slots, copies, _given(own))
 
     def follow_main(self) -> None:
         """Let the side stream wait for all that the main stream has been given so far."""

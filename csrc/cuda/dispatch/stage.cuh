@@ -97,9 +97,8 @@ struct MetadataCopy {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
-      scales[i] = lane + 32 * i < num_scales ? __ldg(from_scales() + lane + 32 * i) : 0;
-    const float* const from_weights = metadata.from_weights + static_cast<size_t>(token) * num_weights;
-    weight = lane < num_weights ? __ldg(from_weights + lane) : 0;
+      if (lane + 32 * i < num_scales) scales[i] = __ldg(from_scales() + lane + 32 * i);
+    if (lane < num_weights) weight = __ldg(metadata.from_weights + static_cast<size_t>(token) * num_weights + lane);
   }
 
   // [thread] Return whether there are any values.
