@@ -137,6 +137,14 @@ SIGNATURES = {
     "sm_read_gbs=0, sm_write_gbs=0",
     "EPBuffer.get_theoretical_num_qps": "num_sms",
     "EPBuffer.capture": "",
+    "EPBuffer.lb_prefetch_weights": "redundant_expert_weights, expert_weights, redundancy_mapping, num_sms=0, "
+    "previous_event=None",
+    "EPBuffer.lb_reduce_grads": "redundant_expert_grads, expert_grads, redundancy_mapping, num_sms=0, "
+    "previous_event=None",
+    "EPBuffer.lb_get_theoretical_num_sms": "",
+    "BufferAllocator.__init__": "",
+    "BufferAllocator.allocate": "shape, dtype",
+    "BufferAllocator.materialize": "storage",
     "EPBuffer.destroy": "",
     "EPBuffer.get_comm_stream": "",
     "EPBuffer.get_logical_domain_size": "",

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ep_dispatcher import _C_cuda, checks
-from ep_dispatcher.balance.slot_layout import Piece, SlotLayout
+from ep_dispatcher import _C_cuda
+from ep_dispatcher.balance.slot_layout import Homes, Piece
+from ep_dispatcher.balance.slot_memory import PULL_BLOCKS, PUSH_BLOCKS
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda.regions import PeerRegions
 from ep_dispatcher.engines.cuda.streams import free_when_idle, wait_for_device
 from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices
 
-# Blocks of the kernels: few, as grouped GEMMs run beside them, and enough to fill NVLink (csrc/cuda/balance/slots.cu).
-PUSH_BLOCKS, PULL_BLOCKS = 24, 32
 _DTYPES = {
     torch.float32: _C_cuda.DType.float32,
     torch.bfloat16: _C_cuda.DType.bfloat16,
@@ -26,25 +25,25 @@ _DTYPES = {
 
 
 class CudaSlots:
-    """``memory``: uint8 [layout.num_bytes], of this rank. ``push`` launches a kernel, ``pull`` one for each dtype."""
+    """``memory``: uint8 [num_bytes], of this rank. ``push`` launches a kernel, ``pull`` one for each dtype.
 
-    def __init__(self, device: torch.device, config: EngineConfig, layout: SlotLayout, number: int):
-        self._config, self._layout = config, layout
+    A kernel takes ``_C_cuda.max_slot_parameters`` parameters. If there are more, there are more launches.
+    """
+
+    def __init__(self, device: torch.device, config: EngineConfig, num_bytes: int, number: int):
+        self._config, self._num_bytes = config, num_bytes
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         # With this wire each rank maps the memory of its own node only. Nothing goes over it.
         self._regions: PeerRegions | None = PeerRegions(config, "NCCL", f"/slots/{number}")
-        self._node: _C_cuda.NodeSlots
+        self._nodes: dict[tuple[Homes, int], _C_cuda.NodeSlots] = {}  # by the number of slots too
         self._tables: list[Tensor] = []  # of addresses that captured graphs read
 
     def allocate(self) -> None:
         """Allocate this rank's memory, and fill it with zeros, before another rank can write to it."""
-        if len(self._layout.shapes) > _C_cuda.max_slot_parameters:
-            given, most = len(self._layout.shapes), _C_cuda.max_slot_parameters
-            checks.fail("shapes", f"of {given} parameters", f"of at most {most} with engine='cuda'")
         assert self._regions is not None
         with torch.cuda.device(self._device):
-            self._regions.prepare(self._layout.num_bytes, 0)
+            self._regions.prepare(self._num_bytes, 0)
             self._regions.allocate()
             self._regions.memory.zero_()
         wait_for_device(self._device, self._config.timeout_s)
@@ -57,34 +56,64 @@ class CudaSlots:
     def attach(self) -> None:
         """Map the memory of the other ranks of the node. All have allocated theirs."""
         assert self._regions is not None
-        config, topology = self._config, self._config.topology
         with torch.cuda.device(self._device):
             self._regions.attach()
-        self._node = _C_cuda.NodeSlots(
-            regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
-            ranks=topology.node_ranks,
-            local_rank=topology.local_rank,
-            num_local_experts=config.num_own_experts,
-            num_slots=self._layout.num_slots,
-        )
 
     def close_descriptors(self) -> None:
         """Close nothing: PyTorch has closed them."""
 
-    def push(self, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
-        pieces = zip(self._layout.weights, parameters, strict=True)
-        with torch.cuda.device(self._device):
-            moves = [self._move(piece, matrices, piece.num_bytes) for piece, matrices in pieces]
-            _C_cuda.slots_push(self._node, copies.data_ptr(), moves, PUSH_BLOCKS, self._stream())
+    def push(
+        self,
+        homes: Homes,
+        copies: Tensor,
+        pieces: Sequence[Piece],
+        parameters: Sequence[ExpertMatrices],
+        num_blocks: int = 0,
+    ) -> None:
+        """Copy each of ``parameters`` into its piece of the slots that hold copies of this rank's experts.
 
-    def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
+        num_blocks   of the kernel; 0: PUSH_BLOCKS
+        """
+        most, node = _C_cuda.max_slot_parameters, self._node_for(homes, copies)
+        with torch.cuda.device(self._device):
+            moves = [self._move(piece, one, piece.num_bytes) for piece, one in zip(pieces, parameters, strict=True)]
+            for first in range(0, len(moves), most):
+                of_launch = moves[first : first + most]
+                _C_cuda.slots_push(node, copies.data_ptr(), of_launch, num_blocks or PUSH_BLOCKS, self._stream())
+
+    def pull(
+        self,
+        homes: Homes,
+        copies: Tensor,
+        pieces: Sequence[Piece],
+        gradients: Sequence[ExpertMatrices | None],
+        num_blocks: int = 0,
+    ) -> None:
+        """Add the pieces of those slots to ``gradients``. num_blocks: likewise; 0: PULL_BLOCKS"""
+        most, node = _C_cuda.max_slot_parameters, self._node_for(homes, copies)
         moves, dtypes = [], []
         with torch.cuda.device(self._device):
-            for piece, matrices in zip(self._layout.gradients, gradients, strict=True):
+            for piece, matrices in zip(pieces, gradients, strict=True):
                 if matrices is not None:
                     moves.append(self._move(piece, matrices, piece.num_elements))
                     dtypes.append(_DTYPES[matrices[0].dtype])
-            _C_cuda.slots_pull(self._node, copies.data_ptr(), moves, dtypes, PULL_BLOCKS, self._stream())
+            for first in range(0, len(moves), most):
+                of_launch = moves[first : first + most], dtypes[first : first + most]
+                _C_cuda.slots_pull(node, copies.data_ptr(), *of_launch, num_blocks or PULL_BLOCKS, self._stream())
+
+    def _node_for(self, homes: Homes, copies: Tensor) -> _C_cuda.NodeSlots:
+        assert self._regions is not None
+        num_slots = copies.shape[1]
+        node = self._nodes.get((homes, num_slots))
+        if node is None:
+            node = self._nodes[homes, num_slots] = _C_cuda.NodeSlots(
+                regions=[self._regions.addresses[rank] for rank in self._config.topology.node_ranks],
+                ranks=homes.ranks,
+                local_rank=homes.local_rank,
+                num_local_experts=homes.num_local_experts,
+                num_slots=num_slots,
+            )
+        return node
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream

@@ -38,10 +38,24 @@ class Piece(NamedTuple):
         """
         return self.num_elements * self.dtype.itemsize
 
-    def of_slots(self, memory: Tensor, num_slots: int) -> list[Tensor]:
-        """Return the views of this piece, one for each slot. memory: uint8, of one rank."""
-        begins = [self.begin + slot * self.step for slot in range(num_slots)]
-        return [memory[begin : begin + self.num_bytes].view(self.dtype).view(self.shape) for begin in begins]
+    def of_slot(self, memory: Tensor, slot: int) -> Tensor:
+        """Return the view of this piece in one slot. memory: uint8, of one rank."""
+        begin = self.begin + slot * self.step
+        return memory[begin : begin + self.num_bytes].view(self.dtype).view(self.shape)
+
+
+class Homes(NamedTuple):
+    """Whose experts a plan of copies names: expert e is number ``e % num_local_experts`` of the rank
+    ``e // num_local_experts``.
+
+    ranks              of this node, in ascending order. A rank's slots are the row of its number in the plan
+    local_rank         the place of this rank among them
+    num_local_experts  of each rank, not counting copies
+    """
+
+    ranks: tuple[int, ...]
+    local_rank: int
+    num_local_experts: int
 
 
 @dataclass(frozen=True)

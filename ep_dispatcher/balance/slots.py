@@ -19,19 +19,17 @@ stream begin after that. Peers acquire what the operation behind it announces, s
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.balance.cpu_slots import CpuSlots
-from ep_dispatcher.balance.slot_layout import SlotLayout, slot_layout
+from ep_dispatcher.balance.slot_layout import Homes, SlotLayout, slot_layout
+from ep_dispatcher.balance.slot_memory import SlotMemory, allocate_slots, gather_for_slots
 from ep_dispatcher.engines.base import EngineConfig
-from ep_dispatcher.gather import Gather, History
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices
 
 
@@ -65,25 +63,18 @@ class Slots:
         number: int,
     ):
         device = torch.device(device)
-        if device.type == "cuda":
-            _refuse_capture()
-        self._config = config
-        history = History(f"ep_dispatcher/slots/{config.buffer_id}/{number}")
-        meet = partial(Gather, config.group, config.timeout_s, operation="expert slots", history=history)
-        with config.wording, meet() as gather:
+        with gather_for_slots(config, device, number) as gather:
             layout = _agree(gather, num_slots, shapes, dtype)
-            memory = _slots_on(device)(config, layout, number)
-            try:
-                gather("memory", memory.allocate)
-                gather("memory of the other ranks", memory.attach, waits_for_peers=True)
-                memory.close_descriptors()
-            except BaseException:  # it is raised again
-                memory.free()
-                raise
-        self._memory, self._layout, self._device_type = memory, layout, device.type
+            memory = allocate_slots(gather, config, device, layout.num_bytes, number)
+        topology = config.topology
+        self._homes = Homes(topology.node_ranks, topology.local_rank, config.num_own_experts)
+        self._memory: SlotMemory | None = memory
+        self._layout, self._device_type = layout, device.type
         self._rows, self.num_bytes = (config.num_ranks, num_slots, 3), layout.num_bytes  # rows: of copies
-        self.weights = [piece.of_slots(memory.memory, num_slots) for piece in layout.weights]
-        self.gradients = [piece.of_slots(memory.memory, num_slots) for piece in layout.gradients]
+        self.weights = [[piece.of_slot(memory.memory, slot) for slot in range(num_slots)] for piece in layout.weights]
+        self.gradients = [
+            [piece.of_slot(memory.memory, slot) for slot in range(num_slots)] for piece in layout.gradients
+        ]
 
     @torch.no_grad()
     def push(self, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
@@ -101,7 +92,7 @@ class Slots:
         memory = self._live()
         self._check_copies(copies)
         self._check_matrices("parameters", parameters, (self._layout.dtype,))
-        memory.push(copies, parameters)
+        memory.push(self._homes, copies, self._layout.weights, parameters)
 
     @torch.no_grad()
     def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
@@ -120,7 +111,7 @@ class Slots:
         memory = self._live()
         self._check_copies(copies)
         self._check_matrices("gradients", gradients, (torch.float32, self._layout.dtype))
-        memory.pull(copies, gradients)
+        memory.pull(self._homes, copies, self._layout.gradients, gradients)
 
     def free(self) -> None:
         """Free this rank's slots. No rank may push or pull any more. A second call does nothing.
@@ -133,7 +124,7 @@ class Slots:
         if memory is not None:
             memory.free()
 
-    def _live(self) -> CpuSlots | Any:
+    def _live(self) -> SlotMemory:
         if self._memory is None:
             checks.refuse("the expert slots were freed")
         return self._memory
@@ -149,7 +140,7 @@ class Slots:
         self, argument: str, given: Sequence[ExpertMatrices | None], dtypes: tuple[torch.dtype, ...]
     ) -> None:
         """Check what compiled code reads by address."""
-        shapes, num_experts = self._layout.shapes, self._config.num_own_experts
+        shapes, num_experts = self._layout.shapes, self._homes.num_local_experts
         if len(given) != len(shapes):
             checks.fail(argument, f"a sequence of {len(given)}", f"one of {len(shapes)}, as the shapes of the slots")
         for p, (matrices, shape) in enumerate(zip(given, shapes, strict=True)):
@@ -171,20 +162,6 @@ class Slots:
                     )
                 if one.device.type != self._device_type:
                     checks.fail(f"{argument}[{p}]", f"on {one.device}", f"on {self._device_type}, as the slots are")
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        checks.refuse(
-            "the memory of expert slots cannot be allocated while a CUDA graph is captured: run one warm-up pass first"
-        )
-
-
-def _slots_on(device: torch.device) -> Any:
-    """Return the class of slots on a device: CpuSlots, or CudaSlots, which has the same methods."""
-    if device.type == "cpu":
-        return CpuSlots
-    return partial(importlib.import_module("ep_dispatcher.balance.cuda_slots").CudaSlots, device)
 
 
 def _agree(gather: Gather, num_slots: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> SlotLayout:

@@ -30,8 +30,8 @@ struct ExpertParameter {
   char* first;           // without a table: the address of expert 0's matrix
   int64_t step;          // [bytes] without a table: from one expert's matrix to the next
   int64_t size;          // of one expert: bytes in a push, elements in a pull
-  int64_t slot_begin;    // [bytes] from the start of a region to slot 0, a multiple of 128
-  int64_t slot_step;     // [bytes] from one slot to the next, a multiple of 128
+  int64_t slot_begin;    // [bytes] from the start of a region to slot 0, a multiple of 16
+  int64_t slot_step;     // [bytes] from one slot to the next, a multiple of 16
   DType dtype;           // of the gradients of a pull
 };
 

@@ -19,9 +19,11 @@ from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
 from ep_dispatcher.integrations.deep_ep.ep_buffer import EPBuffer
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap
 from ep_dispatcher.integrations.deep_ep.import_path import install, uninstall
+from ep_dispatcher.integrations.deep_ep.redundant_experts import BufferAllocator
 
 __all__ = [
     "Buffer",
+    "BufferAllocator",
     "Config",
     "EPBuffer",
     "EPHandle",

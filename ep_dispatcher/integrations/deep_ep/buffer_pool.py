@@ -23,6 +23,7 @@ from ep_dispatcher.integrations.collectives import all_reduce, require_same
 from ep_dispatcher.integrations.deep_ep.config import warn_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, outside_graphs
 from ep_dispatcher.integrations.deep_ep.late_errors import LateErrors
+from ep_dispatcher.integrations.deep_ep.redundant_experts import RedundantExperts
 from ep_dispatcher.integrations.deep_ep.row_conversion import RowFormat
 from ep_dispatcher.integrations.messages import announce
 from ep_dispatcher.memory import default_sms
@@ -123,6 +124,8 @@ class BufferPool:
         self.late = LateErrors()
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of all buffers
         self._made: list[ep.Buffer] = []
+        self._redundant_experts: list[RedundantExperts] = []
+        self._num_redundant_experts = 0  # attempts to make some
         self._buffers: dict[BufferKey, list[ep.Buffer]] = {}  # the last buffer of a list is in use
         # Pairs of buffers that take turns. The key has their tokens per rank, and whether they have masks.
         self._decode_buffers: dict[tuple[BufferKey, int, bool], list[DecodeBuffer]] = {}
@@ -243,6 +246,14 @@ class BufferPool:
             self.late.prepare(torch.device("cuda", torch.cuda.current_device()))
         return buffer
 
+    def make_redundant_experts(self, buffer: ep.Buffer, num_bytes: int, planned: str) -> RedundantExperts:
+        """Make memory for redundant experts on all ranks. It lasts until the buffers of the group are destroyed."""
+        number = self._num_redundant_experts
+        self._num_redundant_experts += 1  # also if it fails: names are used once
+        made = RedundantExperts(buffer, num_bytes, planned, number)
+        self._redundant_experts.append(made)
+        return made
+
     def raise_late_error(self, *, ends: bool) -> None:
         """Raise an error of this rank that the device has found since the last call. Never wait.
 
@@ -340,7 +351,9 @@ class BufferPool:
             stack.callback(self._raise_last_error, self._failure is not None)
             for buffer in self._made:
                 stack.callback(buffer.destroy)
-            for known in (self._made, self._buffers, self._decode_buffers, self._masked):
+            for redundant in self._redundant_experts:
+                stack.callback(redundant.free)
+            for known in (self._redundant_experts, self._made, self._buffers, self._decode_buffers, self._masked):
                 known.clear()
             self._why_no_masks = self._failure = self._settings = None
 

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.buffer_pool import BufferKey, PoolUser
 from ep_dispatcher.integrations.deep_ep.config import warn_ignored
 from ep_dispatcher.integrations.deep_ep.domains import find_topology
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle, checked_handle
 from ep_dispatcher.integrations.deep_ep.events import EventHandle, EventOverlap, in_current_stream, outside_graphs
+from ep_dispatcher.integrations.deep_ep.redundant_experts import ALLOCATION_ALIGNMENT
 from ep_dispatcher.integrations.deep_ep.row_conversion import SMALLEST, Rows, add_biases, biases_of
 from ep_dispatcher.memory import DEFAULT_SMS
 
-ALLOCATION_ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
 WIRE = "between nodes the engine uses the connections of its own wire"
 Previous = EventHandle | EventOverlap | None
 # recv_x, recv_topk_idx, recv_topk_weights, handle
@@ -47,6 +48,7 @@ class ElasticBase(PoolUser):
         num_cpu_timeout_secs: int,
         num_gpu_timeout_secs: int,
         explicitly_destroy: bool,
+        num_lb_bytes: int = 0,
     ):
         most = checks.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
@@ -68,7 +70,9 @@ class ElasticBase(PoolUser):
         ):
             if given != default:
                 warn_ignored(argument, reason)
-        self._topology = find_topology(self.group, dict(num_max_tokens_per_rank=most))
+        self._topology = find_topology(
+            self.group, dict(num_max_tokens_per_rank=most, lb_allocation_plan_or_num_bytes=num_lb_bytes)
+        )
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
@@ -115,9 +119,13 @@ class ElasticBase(PoolUser):
             warn_ignored("rdma_gbs, nvlink_gbs, sm_read_gbs and sm_write_gbs", "24 is measured, not modelled")
         return DEFAULT_SMS
 
+    def _barrier_buffer(self) -> ep.Buffer:
+        """Return the buffer of barriers. Collective if it must be made."""
+        return self._pool_for(None, self._timeout_s).buffer_for(BufferKey(SMALLEST, self.num_ranks, 1), 1)
+
     def _barrier(self, waits_for_comm_stream: bool, with_cpu_sync: bool) -> None:
         """Let the current stream wait until all ranks have come here: a dispatch of no tokens."""
-        buffer = self._pool_for(None, self._timeout_s).buffer_for(BufferKey(SMALLEST, self.num_ranks, 1), 1)
+        buffer = self._barrier_buffer()
         device, on_gpu = buffer.engine, buffer.engine == "cuda"
         if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()

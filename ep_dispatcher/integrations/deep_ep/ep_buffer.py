@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks
+from ep_dispatcher.balance.slot_memory import PULL_BLOCKS
 from ep_dispatcher.integrations.deep_ep.config import warn_ignored, warn_once
 from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, Received, unsupported
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
-from ep_dispatcher.integrations.deep_ep.events import in_current_stream, outside_graphs
-
-_NO_BALANCER = (
-    "of DeepEP's load balancer; this engine has no redundant experts. Give each expert one place, and leave "
-    "lb_allocation_plan_or_num_bytes at 0"
+from ep_dispatcher.integrations.deep_ep.events import EventOverlap, in_current_stream, outside_graphs
+from ep_dispatcher.integrations.deep_ep.redundant_experts import (
+    ALLOCATION_ALIGNMENT,
+    BufferAllocator,
+    Exchange,
+    RedundantExperts,
 )
 
 
-class Context:
-    """``buffer.context``: the sizes of the buffer's domains. All else raises NotImplementedError."""
+class CompiledObject:
+    """An object of DeepEP's compiled module, with what programs use of it. All else raises NotImplementedError."""
+
+    name: str  # of the buffer's attribute
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python and tools look for such names
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NotImplementedError(
+            f"{self.name}.{name}: of DeepEP's compiled {self.name}; use the methods of deep_ep.EPBuffer"
+        )
+
+
+class Context(CompiledObject):
+    """``buffer.context``: the sizes of the buffer's domains."""
+
+    name = "context"
 
     def __init__(self, physical: tuple[int, int], logical: tuple[int, int]):
         self._physical, self._logical = physical, logical
@@ -31,10 +49,14 @@ class Context:
     def get_logical_domain_size(self) -> tuple[int, int]:
         return self._logical
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python and tools look for such names
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise NotImplementedError(f"context.{name}: of DeepEP's compiled context; use the methods of deep_ep.EPBuffer")
+
+class Runtime(CompiledObject):
+    """``buffer.runtime``: its context, and the memory for redundant experts."""
+
+    name = "runtime"
+
+    def __init__(self, context: Context, lb_storage: Tensor | None):
+        self.context, self.lb_storage = context, lb_storage
 
 
 @outside_graphs
@@ -46,9 +68,12 @@ class EPBuffer(ElasticBase):
 
     Making one is collective. The first operation makes the memory, which all buffers of a group share (buffer_pool.py).
 
-    lb_allocation_plan_or_num_bytes  other than 0: NotImplementedError
+    lb_allocation_plan_or_num_bytes  memory for redundant experts: a BufferAllocator, whose tensors get their memory
+                             here, or bytes, a multiple of 2 MiB. The same on all ranks
     sl_idx                   other than None: a hint without effect, and a line says so once
     context                  tells the sizes of the domains; None after destroy()
+    runtime                  its lb_storage is the memory for redundant experts, uint8 [num_lb_bytes], or None;
+                             None after destroy()
 
     All other arguments are those of ElasticBuffer.
     """
@@ -63,7 +88,7 @@ class EPBuffer(ElasticBase):
         hidden: int = 0,
         num_topk: int = 0,
         use_fp8_dispatch: bool = False,
-        lb_allocation_plan_or_num_bytes: int = 0,
+        lb_allocation_plan_or_num_bytes: BufferAllocator | int = 0,
         deterministic: bool = False,
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
@@ -74,8 +99,7 @@ class EPBuffer(ElasticBase):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ):
-        if lb_allocation_plan_or_num_bytes != 0:
-            raise NotImplementedError(f"lb_allocation_plan_or_num_bytes: {_NO_BALANCER}")
+        num_lb_bytes = _num_lb_bytes(lb_allocation_plan_or_num_bytes)
         super().__init__(
             group,
             num_bytes=num_bytes,
@@ -91,9 +115,15 @@ class EPBuffer(ElasticBase):
             num_cpu_timeout_secs=num_cpu_timeout_secs,
             num_gpu_timeout_secs=num_gpu_timeout_secs,
             explicitly_destroy=explicitly_destroy,
+            num_lb_bytes=num_lb_bytes,
         )
-        self.num_lb_bytes = 0
+        self.num_lb_bytes = num_lb_bytes
+        self._redundant: RedundantExperts | None = None
+        if num_lb_bytes:
+            self._redundant = self._make_redundant_experts(lb_allocation_plan_or_num_bytes)
         self.context: Context | None = Context(self.get_physical_domain_size(), self.get_logical_domain_size())
+        storage = None if self._redundant is None else self._redundant.storage
+        self.runtime: Runtime | None = Runtime(self.context, storage)
         if sl_idx is not None:
             warn_ignored("sl_idx", WIRE)
 
@@ -105,7 +135,9 @@ class EPBuffer(ElasticBase):
     def destroy(self) -> None:
         """Free the memory with the last buffer of the group, if all were made with explicitly_destroy. Collective."""
         super().destroy()
-        self.context = None
+        self.context = self.runtime = None
+        if self._redundant is not None:
+            self._redundant.free()
 
     def get_theoretical_num_sms(
         self,
@@ -250,9 +282,108 @@ class EPBuffer(ElasticBase):
         if defer_epilogue and not async_with_compute_stream:
             checks.fail("defer_epilogue", True, "False without async_with_compute_stream")
 
-    lb_get_theoretical_num_sms = unsupported("lb_get_theoretical_num_sms", _NO_BALANCER)
-    lb_prefetch_weights = unsupported("lb_prefetch_weights", _NO_BALANCER)
-    lb_reduce_grads = unsupported("lb_reduce_grads", _NO_BALANCER)
+    def lb_get_theoretical_num_sms(self) -> int:
+        """Return the most multiprocessors that lb_prefetch_weights or lb_reduce_grads takes by itself, 32."""
+        return PULL_BLOCKS
+
+    def lb_prefetch_weights(
+        self,
+        redundant_expert_weights: Sequence[Tensor] | Tensor,
+        expert_weights: Sequence[Tensor] | Tensor,
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: Previous = None,
+    ) -> EventOverlap:
+        """Copy this rank's experts into slots of other ranks of its node. All ranks of the group call it.
+
+            for rank, slot in the slots of this node's other ranks:
+                owner, expert = divmod(redundancy_mapping[rank, slot], num_local_experts)
+                if owner is this rank:
+                    redundant_expert_weights[slot] on that rank = expert_weights[expert]
+
+        redundant_expert_weights  [num_redundant_experts, ...] in this buffer's memory, as of its plan. Slots without an
+                            expert stay as they are. A tensor, or several, for as many of expert_weights
+        expert_weights      [num_local_experts, ...] of any dtype and shape, with the same bytes for each expert, a
+                            multiple of 16. All are contiguous. num_local_experts is the same on all ranks of a node
+        redundancy_mapping  int32 [ranks of a node, num_redundant_experts], the same on all ranks of a node: expert or
+                            -1. Ranks count within the node, and experts through its ranks. So expert //
+                            num_local_experts is its rank in the node, which must not be that of the slot
+        num_sms             blocks of the kernel; 0: 24
+        previous_event      start after it, instead of after all work so far in the current stream
+
+        Return an event. After its wait this rank's slots have their weights. The copy begins when all ranks have come
+        here in their streams, so uses of the slots before the call are over.
+
+        Raises ValueError for arguments that are not allowed; on a GPU wrong experts in redundancy_mapping come later.
+        PeerTimeoutError if a rank does not arrive.
+        """
+        redundant = self._require_redundant_experts(num_sms)
+        exchange = redundant.weights(redundant_expert_weights, expert_weights, redundancy_mapping)
+        return self._exchange(exchange, previous_event, lambda copies: redundant.push(exchange, copies, num_sms))
+
+    def lb_reduce_grads(
+        self,
+        redundant_expert_grads: Tensor,
+        expert_grads: Tensor,
+        redundancy_mapping: Tensor,
+        num_sms: int = 0,
+        previous_event: Previous = None,
+    ) -> EventOverlap:
+        """Add the gradients of this rank's experts in other ranks' slots to its own. All ranks of the group call it.
+
+            for rank, slot in the slots of this node's other ranks, in ascending order:
+                owner, expert = divmod(redundancy_mapping[rank, slot], num_local_experts)
+                if owner is this rank:
+                    expert_grads[expert] += redundant_expert_grads[slot] on that rank
+
+        redundant_expert_grads  float32 [num_redundant_experts, n], of the plan. It does not change
+        expert_grads        float32 [num_local_experts, n], n a multiple of 4. Both are contiguous
+        num_sms             blocks of the kernel; 0: 32
+
+        The other arguments, the event and the errors are those of lb_prefetch_weights. After the event's wait
+        expert_grads has the sums, and the slots may be written again.
+        """
+        redundant = self._require_redundant_experts(num_sms)
+        exchange = redundant.gradients(redundant_expert_grads, expert_grads, redundancy_mapping)
+        return self._exchange(exchange, previous_event, lambda copies: redundant.pull(exchange, copies, num_sms))
+
+    def _make_redundant_experts(self, plan_or_num_bytes: BufferAllocator | int) -> RedundantExperts:
+        plan = plan_or_num_bytes if isinstance(plan_or_num_bytes, BufferAllocator) else None
+        buffer = self._barrier_buffer()
+        planned = "" if plan is None else plan.describe()
+        redundant = self._require_pool().make_redundant_experts(buffer, self.num_lb_bytes, planned)
+        if plan is not None:
+            plan.materialize(redundant.storage)
+        return redundant
+
+    def _require_redundant_experts(self, num_sms: int) -> RedundantExperts:
+        self._pool_for(None, self._timeout_s)
+        checks.integer("num_sms", num_sms, 0)
+        if self._redundant is None:
+            checks.refuse(
+                "this buffer was made without lb_allocation_plan_or_num_bytes, which lb_prefetch_weights and "
+                "lb_reduce_grads need"
+            )
+        return self._redundant
+
+    def _exchange(self, exchange: Exchange, previous_event: Previous, run: Callable[[Tensor], None]) -> EventOverlap:
+        """Run copies between this rank's experts and slots of other ranks, as an asynchronous operation.
+
+        The barrier before it waits for other ranks' uses of their slots, and the one behind it for their copies.
+        """
+        pool, redundant = self._require_pool(), self._redundant
+        assert redundant is not None
+        inputs: Iterable[Any] = (exchange.of_experts, exchange.mapping)
+        with self._comm.operation(inputs, previous_event, async_finish=True) as operation:
+            try:
+                copies = redundant.copies(exchange, pool.late)
+            except ValueError as error:
+                pool.refuse(error)
+            self._barrier(waits_for_comm_stream=False, with_cpu_sync=False)
+            run(copies)
+            self._barrier(waits_for_comm_stream=False, with_cpu_sync=False)
+        return operation.event
+
     print_memory_usage = unsupported(
         "print_memory_usage", "the memory is the engine's, of all buffers of the group; docs/memory.md has its size"
     )
@@ -275,6 +406,16 @@ EngramBuffer = _unsupported_class(
 PPBuffer = _unsupported_class("PPBuffer", f"DeepEP's transport between pipeline stages, {_USE_TORCH}")
 BucketBuffer = _unsupported_class("BucketBuffer", f"DeepEP's memory for collectives of buckets, {_USE_TORCH}")
 BucketSession = _unsupported_class("BucketSession", f"a session of DeepEP's BucketBuffer, {_USE_TORCH}")
-BufferAllocator = _unsupported_class(
-    "BufferAllocator", "of DeepEP's BucketBuffer and load balancer, which are not part of this engine"
-)
+
+
+def _num_lb_bytes(given: BufferAllocator | int) -> int:
+    """Return the bytes that lb_allocation_plan_or_num_bytes asks for."""
+    if isinstance(given, BufferAllocator):
+        if given.materialized:
+            checks.refuse("lb_allocation_plan_or_num_bytes is the plan of another buffer: make a plan for each buffer")
+        return given.num_bytes
+    num_bytes = checks.integer("lb_allocation_plan_or_num_bytes", given, 0, 1 << 62)
+    if num_bytes % ALLOCATION_ALIGNMENT:
+        allowed = f"a BufferAllocator, or a multiple of {ALLOCATION_ALIGNMENT} bytes"
+        checks.fail("lb_allocation_plan_or_num_bytes", num_bytes, allowed)
+    return num_bytes

@@ -4,6 +4,7 @@ from deep_ep import buffer, buffers, comm, utils
 
 from ep_dispatcher.integrations.deep_ep import (
     Buffer,
+    BufferAllocator,
     Config,
     ElasticBuffer,
     EPBuffer,
@@ -25,7 +26,6 @@ from ep_dispatcher.integrations.deep_ep.elastic_base import (
 from ep_dispatcher.integrations.deep_ep.ep_buffer import (
     BucketBuffer,
     BucketSession,
-    BufferAllocator,
     EngramBuffer,
     PPBuffer,
 )
