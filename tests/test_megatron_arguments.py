@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import inspect
 import io
 
 import pytest
@@ -34,6 +35,11 @@ def parser_of_megatron() -> argparse.ArgumentParser:
 
 def settings_of(config) -> list:
     return [arguments.setting(config, name) for name in arguments.ARGUMENTS]
+
+
+def test_register_takes_every_setting():
+    """It did not take redundant_experts_per_rank."""
+    assert list(inspect.signature(register).parameters) == list(arguments.ARGUMENTS)
 
 
 @on_ranks()

@@ -142,6 +142,57 @@ def test_low_precision_is_compared_with_float32_too(parity, dtype):
     assert 0 < ours <= allowed and 0 < theirs < allowed
 
 
+COPIES = "--ep-dispatcher-redundant-experts-per-rank"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--timed-steps 1 --profiled-steps 1",
+        exhaustive("--bf16"),
+        exhaustive("--uneven-tokens --steps 3"),
+        exhaustive("--recompute-granularity full --moe-aux-loss-coeff 0.01"),
+    ],
+)
+def test_copies_of_experts_are_made_and_compared(parity, tmp_path, flags):
+    """The tool's routing was even, so nothing was copied, and its timing without experts was refused."""
+    path = tmp_path / "figures.json"
+    code, output = parity(COPIES, "1", "--seq-length", "1024", *flags.split(), "--out", str(path))
+    assert code == 0 and verdict(output).startswith(SAME + "alltoall" + NOT_AS_GIVEN.format(2)), output
+    figures = json.loads(path.read_text())
+    copies = figures["copies"]
+    assert copies["num_copies"] > 0 and copies["fullest_after"] < copies["fullest_before"]
+    said = " ".join(output.split())
+    assert f"{copies['num_copies']} redundant copies of experts in {copies['num_microbatches']} step(s)" in said
+    assert copies["num_microbatches"] == figures["steps"] and "the router prefers the experts of the first rank" in said
+    assert list(figures["milliseconds"]) == (["the whole layer"] if "--timed-steps" in flags else [])
+
+
+def test_it_says_that_nothing_was_copied(parity, tmp_path):
+    code, output = parity(COPIES, "1", "--out", str(tmp_path / "figures.json"))
+    assert code == 0 and "No expert was copied, so copies were not compared" in verdict(output)
+    assert json.loads((tmp_path / "figures.json").read_text())["copies"]["num_copies"] == 0
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--expert-tensor-parallel-size 2", "expert_tensor_parallel_size is 2"),
+        ("--expert-model-parallel-size 1", "redundant_experts_per_rank"),  # no rank to copy to
+    ],
+)
+def test_a_layer_that_cannot_have_copies_is_refused(parity, flags, named):
+    """The first pass says so, after lines about the buffer and the experts."""
+    code, output = parity(COPIES, "1", *flags.split())
+    refusal = output.splitlines()[-1]
+    assert code == 2 and refusal.startswith("refused: ") and named in refusal, output
+
+
+def test_a_copy_with_wrong_gradients_is_found(parity):
+    code, output = parity(COPIES, "1", "--seq-length", "1024", bug=copies_without_gradients)
+    assert code == 1 and verdict(output).startswith("DIFFERENT: ep_dispatcher and alltoall, in " + ", ".join(EXPERTS))
+
+
 # What a step of the dispatcher does wrong. Each is given the right one.
 
 
@@ -162,20 +213,27 @@ def gradient_one_percent_off(dispatch, dispatcher, hidden_states, probs):
     return dispatch(dispatcher, hidden_states * 1.01 - 0.01 * hidden_states.detach(), probs)
 
 
+def copies_without_gradients(pull, *given):
+    """The home of a copied expert does not add the gradients of copies."""
+
+
 STEPS = {
     one_token_lost: "token_combine",
     router_not_trained: "dispatch_postprocess",
     gradient_one_percent_off: "token_dispatch",
+    copies_without_gradients: "pull",
 }
 
 
 @contextlib.contextmanager
 def has(bug):
+    from ep_dispatcher.balance.slots import Slots
     from ep_dispatcher.integrations.megatron.dispatcher.dispatcher import MoEEPTokenDispatcher
 
-    right = getattr(MoEEPTokenDispatcher, STEPS[bug])
+    owner = Slots if bug is copies_without_gradients else MoEEPTokenDispatcher
+    right = getattr(owner, STEPS[bug])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MoEEPTokenDispatcher, STEPS[bug], lambda *given: bug(right, *given))
+        patch.setattr(owner, STEPS[bug], lambda *given: bug(right, *given))
         yield
 
 
@@ -274,6 +332,9 @@ def test_errors_in_fp8_are_shown_beside_those_without_it():
         ("--fp8-format hybrid", "--fp8-format"),
         ("--tensor-model-parallel-size 2", "--sequence-parallel"),
         ("--moe-pad-expert-input-to-capacity", "moe_expert_capacity_factor"),  # Megatron refuses
+        (f"{COPIES} 1 --ep-dispatcher-experts megatron", COPIES),
+        (f"{COPIES} 1 --ep-dispatcher-overlap", COPIES),
+        (f"{COPIES} 1 --moe-token-dispatcher-type alltoall --against allgather", COPIES),
     ],
 )
 def test_what_is_wrong_or_missing_is_refused_by_its_flag(parity, flags, named):

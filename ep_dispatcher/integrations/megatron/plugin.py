@@ -57,6 +57,7 @@ def register(
     experts: str | None = None,
     rank_capacity_factor: float | None = None,
     overlap: bool | None = None,
+    redundant_experts_per_rank: int | None = None,
     num_sms: int | None = None,
     max_tokens_per_rank: int | None = None,
     stats_interval: int | None = None,

@@ -15,6 +15,7 @@ from ep_dispatcher.tools.parity.flags import Others, Refused
 
 RECOMPUTE_MODULES = ("moe", "moe_act", "shared_experts")  # those of Megatron's that are inside an MoE layer
 TP = "--tensor-model-parallel-size"
+LENGTH, LENGTH_WITH_COPIES = 32, 1024  # sequences that are chosen here; copies need many rows
 
 
 @dataclass
@@ -39,6 +40,11 @@ class Run:
     @property
     def has_ours(self) -> bool:
         return OURS in (self.tested, self.reference)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the layer of ep_dispatcher may make redundant copies of experts."""
+        return bool(self.ours.get(of_dispatcher.PREFIX + "redundant_experts_per_rank"))
 
 
 def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, transformer_engine: bool) -> Run:
@@ -107,6 +113,9 @@ def _complete(run: Run) -> None:
         _leave_out_kernels(run, without)
     _recompute(run)
     _dispatchers(run)
+    if run.has_copies:
+        flag = of_dispatcher.flag("redundant_experts_per_rank")
+        run.changes.append(f"the router prefers the experts of the first rank, so that {flag} has something to copy")
     if run.args.uneven_tokens:
         settings["variable_seq_lengths"] = True
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
@@ -148,7 +157,8 @@ def _sizes(run: Run) -> None:
     hidden = _default(run, "--hidden-size", 64)
     ffn = max(64, int(4 * hidden * 2 / 3 / 64) * 64) if settings.get("swiglu") else 4 * hidden  # as Megatron's
     _default(run, "--ffn-hidden-size", settings.get("moe_ffn_hidden_size", ffn))
-    length, ways = _default(run, "--seq-length", 32 * tp * cp), tp * cp
+    ways = tp * cp
+    length = _default(run, "--seq-length", ways * (LENGTH_WITH_COPIES if run.has_copies else LENGTH))
     allowed = f"a multiple of {ways}, the tensor times the context parallel size"
     _demand(length % ways == 0, "--seq-length", length, allowed)
     _default(run, "--micro-batch-size", 2)

@@ -24,6 +24,10 @@ root mean square distance of the other one from the float32 run, over all ranks 
 the distance of the reference, plus a quarter of a rounding of the tensor's root mean square. In FP8 and FP4 the
 distance of the reference without them is shown as well.
 
+With --ep-dispatcher-redundant-experts-per-rank the router prefers the experts of the first rank, and a line says how
+many experts were copied. Copies change which experts share a rounding, so results differ by roundings. The layer is
+not timed without its experts, because only these can compute rows of copies.
+
 Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
 exits with 1 for all but 0.)
 """
@@ -51,6 +55,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.dispatcher import registration
+from ep_dispatcher.statistics import BalanceStats
 from ep_dispatcher.tools.parity import arguments, inputs, plot, report
 from ep_dispatcher.tools.parity.arguments import Run
 from ep_dispatcher.tools.parity.dispatchers import OURS
@@ -145,16 +150,21 @@ def _compare(run: Run) -> int:
     with _megatron(run):
         _show_progress("making the layers")
         layers, versions = _make_layers(run), _versions(run)
+        if run.has_copies:
+            _refuse_copies(layers[OURS], run)
         config = layers[run.tested].config
         say(report.opening(run, config, versions))
         rows = [Row(name, parts, config, run.reference) for name, parts in _differences(layers, run).items()]
-        times = {name: _times(layers, run, name) for name in report.TIMED} if args.timed_steps else {}
+        copies = _copies(layers[OURS], run) if run.has_copies else None
+        timed = (report.WHOLE,) if run.has_copies else report.TIMED
+        times = {name: _times(layers, run, name) for name in timed} if args.timed_steps else {}
         profiles = _profiles(layers, run) if args.profiled_steps else {}
         shown = [_what_ran(layers, run), report.table(rows), report.rule(run, config)]
+        shown += [] if copies is None else [report.copies_line(copies)]
         shown += [report.times_table(times, args.timed_steps)] if times else []
         shown += [profile_table(profiles)] if profiles else []
-        say("\n" + "\n\n".join([*shown, report.verdict(run, rows)]))
-        figures = report.figures(run, config, versions, rows, times)
+        say("\n" + "\n\n".join([*shown, report.verdict(run, rows, copies)]))
+        figures = report.figures(run, config, versions, rows, times, copies)
         figures["profiles"] = {name: dataclasses.asdict(one) for name, one in profiles.items()}
         if dist.get_rank() == 0:
             _write(args, figures)
@@ -258,6 +268,9 @@ def _make_layers(run: Run) -> dict[str, Any]:
     for layer in layers.values():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             tensor.detach().copy_(values[name])
+    if run.has_copies:
+        for name in (run.tested, run.reference):
+            inputs.prefer_first_rank(layers[name])
     for name in layers.keys() & {FLOAT32, UNQUANTIZED}:
         inputs.follow_routing(reference.router, layers[name].router)
     return layers
@@ -375,6 +388,36 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
                 parts.append(Part(tuple(reference.shape), where, expert))
     everyone = _gather(mine)
     return {name: [part for of_rank in everyone for part in of_rank.get(name, ())] for name in mine}
+
+
+def _refuse_copies(layer, run: Run) -> None:
+    """Raise Refused on all ranks if the experts of this layer cannot have redundant copies. Collective."""
+    refusal = None
+    try:
+        _forward_only(layer, run, 0)
+    except ValueError as error:
+        refusal = str(error)
+    for text in filter(None, _gather(refusal)):
+        raise Refused(text)
+
+
+def _copies(layer, run: Run) -> BalanceStats:
+    """Return what copies do in the steps that are compared, by running their forward passes again. Collective."""
+    buffer = layer.token_dispatcher.buffer
+    buffer.stats()  # it begins to count
+    for step in range(run.args.steps):
+        _forward_only(layer, run, step)
+    buffer.check()  # figures of a GPU are here now
+    stats = buffer.stats()
+    assert stats is not None and stats.balance is not None
+    return stats.balance
+
+
+@torch.no_grad()
+def _forward_only(layer, run: Run, step: int) -> None:
+    """Run a forward pass, which leaves the state of a router as it is."""
+    torch.manual_seed(run.args.seed + step)
+    _forward(layer, _on_device(layer, inputs.tokens(run, step)[0])[0])
 
 
 def _times(layers: dict[str, Any], run: Run, what: str) -> dict[str, Seconds]:

@@ -15,6 +15,8 @@ from ep_dispatcher.tools.parity.arguments import Run
 # How Megatron's experts number their parameters: of SequentialMLP, and of Transformer Engine's grouped layers.
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
+PREFERENCE = 1.0  # with normal logits of deviation 1, the first of 2 ranks gets about 1.5 times the mean
+
 
 def expert_of(layer, name: str) -> int | None:
     """Return the global number of a parameter's expert; the rank's first one if the parameter holds them all."""
@@ -74,6 +76,20 @@ def follow_routing(leader, follower) -> None:
         return last[0].to(logits.dtype) + (logits - logits.detach())  # the leader's value, and the own gradient
 
     leader.gating, follower.gating = lead, follow
+
+
+def prefer_first_rank(layer) -> None:
+    """Let the router add PREFERENCE to the logits of the experts that the first rank of each group owns."""
+    gating = layer.router.gating
+    num_local = layer.config.num_moe_experts // layer.config.expert_model_parallel_size
+
+    def prefer(hidden_states):
+        logits = gating(hidden_states)
+        preference = torch.zeros_like(logits)
+        preference[..., :num_local] = PREFERENCE
+        return logits + preference
+
+    layer.router.gating = prefer
 
 
 def tokens(run: Run, step: int) -> tuple[Tensor, Tensor]:

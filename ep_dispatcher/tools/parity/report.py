@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ep_dispatcher.statistics import BalanceStats
 from ep_dispatcher.tools.parity.arguments import Run
 from ep_dispatcher.tools.parity.dispatchers import OURS
 from ep_dispatcher.tools.parity.flags import concerns_moe
@@ -19,7 +20,8 @@ LIMIT_FLOAT32, LIMIT_QUANTIZED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLACK, SLACK_ROUNDINGS = 1.25, 0.25
 WITHOUT_EXPERTS = "without its experts"  # router, dispatcher and the weighting of the rows
-TIMED = ("the whole layer", WITHOUT_EXPERTS)
+WHOLE = "the whole layer"
+TIMED = (WHOLE, WITHOUT_EXPERTS)
 ALSO_SHOWN = {"activation_func", "gated_linear_unit", "bias_activation_fusion", "num_moe_experts", "params_dtype"}
 
 
@@ -190,6 +192,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
+def copies_line(copies: BalanceStats) -> str:
+    """Return a line on what redundant copies of experts have done in the compared steps."""
+    before, after = f"{copies.imbalance_before:.2f}", f"{copies.imbalance_after:.2f}"
+    return wrap(
+        f"{copies.num_copies} redundant copies of experts in {copies.num_microbatches} step(s); rows of the fullest "
+        f"rank over the mean: {before} without, {after} with them. A copy changes which experts share a rounding, and "
+        "the gradient of its weights is a sum of parts.",
+        indent="",
+    )
+
+
 def rule(run: Run, config) -> str:
     limit = limit_of(config)
     text = f"Over all ranks and {run.args.steps} step(s). ok: difference <= limit x largest, with limit {limit:.1e} ("
@@ -233,8 +246,11 @@ def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
     return "\n".join(lines)
 
 
-def verdict(run: Run, rows: list[Row]) -> str:
-    """Return the last lines: whether the two are the same, which two, and what was not as given."""
+def verdict(run: Run, rows: list[Row], copies: BalanceStats | None = None) -> str:
+    """Return the last lines: whether the two are the same, which two, and what was not as given.
+
+    copies: of the compared steps, if copies of experts were asked for
+    """
     names = [row.title for row in rows if not row.ok]
     pair = f"{run.tested} and {run.reference}"
     lines = [wrap(f"DIFFERENT: {pair}, in {', '.join(names)}") if names else f"the same within rounding: {pair}"]
@@ -242,9 +258,16 @@ def verdict(run: Run, rows: list[Row]) -> str:
         lines.append(f"This is not the layer as given: see {len(run.changes)} point(s) above, after 'Not as given'.")
     if run.others.unknown:
         lines.append(wrap(f"Flags that were ignored because they are unknown: {', '.join(run.others.unknown)}"))
+    if copies is not None and not copies.num_copies:
+        lines.append(wrap(f"No expert was copied, so copies were not compared: {_WHY_NO_COPIES}"))
     if names:
         lines.append(_what_next(run, rows))
     return "\n".join(filter(None, [*lines, wrap(_errors(rows))]))
+
+
+_WHY_NO_COPIES = (
+    "the ranks have about the same number of rows, or experts too few for a copy. A longer --seq-length gives more."
+)
 
 
 def _what_next(run: Run, rows: list[Row]) -> str:
@@ -269,7 +292,14 @@ def _errors(rows: list[Row]) -> str:
     return f"Relative error, as the distance from float32: {', '.join(found)}." if found else ""
 
 
-def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, dict[str, Seconds]]) -> dict[str, Any]:
+def figures(
+    run: Run,
+    config,
+    versions: str,
+    rows: list[Row],
+    times: dict[str, dict[str, Seconds]],
+    copies: BalanceStats | None = None,
+) -> dict[str, Any]:
     """Return the content of the JSON."""
 
     def number(value: float) -> float | None:
@@ -304,6 +334,7 @@ def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, d
         "steps": run.args.steps,
         "timed_steps": run.args.timed_steps,
         "same": all(row.ok for row in rows),
+        "copies": None if copies is None else copies._asdict(),
         "tensors": tensors,
         "milliseconds": milliseconds("step"),
         "host_milliseconds": milliseconds("host"),
