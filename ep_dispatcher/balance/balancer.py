@@ -29,7 +29,7 @@ from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.memory import round_up
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, matrix_shape
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import DispatchRequest
 from ep_dispatcher.topology import Topology
@@ -102,7 +102,7 @@ class Balancer:
         )
         self._handle: Handle | None = None  # of the dispatch that gathers counts
         self._barrier_row: Tensor | None = None
-        self._slots: dict[tuple[object, ...], Slots] = {}  # by the shapes and the dtype of an expert's parameters
+        self._slots: dict[tuple[object, ...], Slots] = {}  # by what they have of an expert
         self._num_made = 0  # attempts to make some
         self._last_use: torch.cuda.Event | None = None  # of any slot
         self.totals: Tensor | None = None  # int64, one of each of BalanceStats's fields: every plan adds to it
@@ -162,19 +162,21 @@ class Balancer:
             self._handle = new_handle(engine, request, received)
         return received.rows.view(torch.int32)
 
-    def slots_for(self, parameters: Sequence[ExpertMatrices]) -> Slots:
-        """Return the slots for experts with such parameters. The first time all ranks make them together.
+    def slots_for(self, weights: Sequence[ExpertMatrices], parameters: Sequence[ExpertMatrices]) -> Slots:
+        """Return the slots for experts with such weights. The first time all ranks make them together.
 
-        parameters   of this rank's experts: each a tensor per expert, or one of them all
+        weights      what a push brings of this rank's experts: each a tensor per expert, or one of them all
+        parameters   likewise, those that have gradients
         """
-        shapes, dtype = tuple(tuple(one[0].shape) for one in parameters), parameters[0][0].dtype
-        slots = self._slots.get((shapes, dtype))
+        shapes = tuple((tuple(matrix_shape(one)), one[0].dtype) for one in weights)
+        of_gradients = tuple(tuple(matrix_shape(one)) for one in parameters)
+        slots = self._slots.get((shapes, of_gradients))
         if slots is None:
             config, number = self._engine.config, self._num_made
             self._num_made += 1  # also if it fails: names are used once
             with torch.inference_mode(False):  # they serve inside and outside of it
-                slots = Slots(config, self._device, config.redundant_experts_per_rank, shapes, dtype, number)
-            self._slots[(shapes, dtype)] = slots
+                slots = Slots(config, self._device, config.redundant_experts_per_rank, shapes, of_gradients, number)
+            self._slots[(shapes, of_gradients)] = slots
         return slots
 
     @property

@@ -27,7 +27,7 @@ class CpuSlots:
         self._secret = f"ep_dispatcher/{config.buffer_id}/slots/{number}/{config.topology.node_ranks[0]}"
         self._fd = -1  # of this rank's memory, until the other ranks have mapped it
         self._descriptors: Descriptors | None = None  # likewise
-        self._weights: dict[int, list[list[Tensor]]] = {}  # by rank of the node, parameter and slot
+        self._weights: dict[int, list[list[Tensor]]] = {}  # by rank of the node, weight and slot
         self._gradients: dict[int, list[list[Tensor]]] = {}
 
     def allocate(self) -> None:
@@ -92,23 +92,24 @@ class CpuSlots:
                 if holder != rank and expert >= 0 and expert // num_local == rank:
                     yield expert % num_local, holder, slot
 
-    def push(self, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
+    def push(self, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         for expert, rank, slot in self._copies_of_own_experts(copies):
-            for p, parameter in enumerate(parameters):
-                self._weights[rank][p][slot].copy_(parameter[expert])
+            for in_slots, of_experts in zip(self._weights[rank], weights, strict=True):
+                if of_experts is not None:
+                    in_slots[slot].copy_(of_experts[expert])
 
     def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
         holders: dict[int, list[tuple[int, int]]] = {}  # (rank, slot) by expert
         for expert, rank, slot in self._copies_of_own_experts(copies):
             holders.setdefault(expert, []).append((rank, slot))
         for expert, places in holders.items():
-            for p, of_experts in enumerate(gradients):
+            for g, of_experts in enumerate(gradients):
                 if of_experts is None:
                     continue
                 gradient = of_experts[expert]
                 total = gradient.to(torch.float32, copy=True)
                 for rank, slot in places:
-                    total += self._gradients[rank][p][slot]
+                    total += self._gradients[rank][g][slot]
                 gradient.copy_(total)
 
     def free(self) -> None:

@@ -39,9 +39,10 @@ class CudaSlots:
 
     def allocate(self) -> None:
         """Allocate this rank's memory, and fill it with zeros, before another rank can write to it."""
-        if len(self._layout.shapes) > _C_cuda.max_slot_parameters:
-            given, most = len(self._layout.shapes), _C_cuda.max_slot_parameters
-            checks.fail("shapes", f"of {given} parameters", f"of at most {most} with engine='cuda'")
+        most = _C_cuda.max_slot_parameters
+        for name, pieces in (("weights", self._layout.weights), ("gradients", self._layout.gradients)):
+            if len(pieces) > most:
+                checks.fail(name, f"of {len(pieces)} tensors", f"of at most {most} with engine='cuda'")
         assert self._regions is not None
         with torch.cuda.device(self._device):
             self._regions.prepare(self._layout.num_bytes, 0)
@@ -71,10 +72,12 @@ class CudaSlots:
     def close_descriptors(self) -> None:
         """Close nothing: PyTorch has closed them."""
 
-    def push(self, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
-        pieces = zip(self._layout.weights, parameters, strict=True)
+    def push(self, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
+        moves = []
         with torch.cuda.device(self._device):
-            moves = [self._move(piece, matrices, piece.num_bytes) for piece, matrices in pieces]
+            for piece, matrices in zip(self._layout.weights, weights, strict=True):
+                if matrices is not None:
+                    moves.append(self._move(piece, matrices, piece.num_bytes))
             _C_cuda.slots_push(self._node, copies.data_ptr(), moves, PUSH_BLOCKS, self._stream())
 
     def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
@@ -90,7 +93,7 @@ class CudaSlots:
         return torch.cuda.current_stream(self._device).cuda_stream
 
     def _move(self, piece: Piece, matrices: ExpertMatrices, size: int) -> tuple[int, int, int, int, int, int]:
-        """Return what a kernel has to know of one parameter (struct ExpertParameter in csrc/cuda/balance/slots.h)."""
+        """Return what a kernel has to know of one of them (struct ExpertParameter in csrc/cuda/balance/slots.h)."""
         return *self._located(matrices), size, piece.begin, piece.step
 
     def _located(self, matrices: ExpertMatrices) -> tuple[int, int, int]:
