@@ -2,10 +2,11 @@
 
     python benchmarks/balance.py                                     # a rank per GPU, the cases below: a few minutes
     python benchmarks/balance.py --cases 4096x7168x128x2048 --popularity trace lognormal:1.0 --json balance.json
+    python benchmarks/balance.py --quantize e4m3_1x128_pow2          # float8 experts
     python benchmarks/balance.py --engine cpu --ranks 8 --ranks-per-node 4 --cases 512x256x32x256 --rounds 3
 
-A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16 (on CPUs float32). ``--popularity`` says
-how experts are chosen:
+A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16 (on CPUs float32, without ``--quantize``).
+``--popularity`` says how experts are chosen:
 
     trace          choices of a router that was trained without a balance loss (routing_trace.py), with its experts
                    numbered anew so that the fullest rank has --fullest times the mean
@@ -26,13 +27,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy
 import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.tools.benchmark.harness import (
     make_parser,
     median_times,
@@ -64,6 +66,7 @@ class Case(NamedTuple):
     ranks: int
     ranks_per_node: int
     engine: str
+    quantize: QuantizeBlocks | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     ranks=args.ranks,
                     ranks_per_node=args.ranks_per_node or args.ranks,
                     engine=args.engine,
+                    quantize=args.quantize,
                 )
                 found.append(report(case, pool.run(measure, case, args.rounds)))
     if args.json:
@@ -102,6 +106,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE", help="sizes")
     add("--popularity", nargs="+", default=["trace", "lognormal:1.0", "balanced"], help="of experts")
     add("--fullest", type=number(float, 1), default=1.6, help="rows of the fullest rank over the mean")
+    add("--quantize", choices=get_args(QuantizeBlocks), help="rows and experts in float8, as in ep.moe_mlp")
     add("--ranks-per-node", type=number(int, 1), help="virtual nodes of N ranks; None: one node")
     add("--json", type=Path, help="write the figures there")
     return parser.parse_args(argv)
@@ -182,7 +187,7 @@ def measure(rank: int, case: Case, rounds: int) -> Measured:
     """Return the median microseconds of each pass of each side on this rank."""
     on_gpu = case.engine == "cuda"
     device = use_gpu(rank) if on_gpu else torch.device("cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if on_gpu or case.quantize else torch.float32
     local = case.experts // case.ranks
 
     def normal(*shape: int) -> Tensor:
@@ -200,10 +205,11 @@ def measure(rank: int, case: Case, rounds: int) -> Measured:
         ep.Buffer(**sizes, **options, redundant_experts_per_rank=case.redundant) as redundant,
     ):
         for name, buffer, idx in (("today", plain, skewed), ("copies", redundant, skewed), ("balanced", plain, even)):
-            ep.moe_mlp(buffer, given[0], idx, *given[1:])  # makes the slots
+            ep.moe_mlp(buffer, given[0], idx, *given[1:], quantize=case.quantize)  # makes the slots
             rows[name] = fullest_rows(buffer, idx)
             for pass_name in PASSES:
-                run = partial(layer, pass_name, buffer, idx, rows[name], given)
+                options = dict(max_recv_rows=rows[name], quantize=case.quantize)
+                run = partial(layer, pass_name, buffer, idx, options, given)
                 sides[pass_name, name] = run
             node_bytes[name] = sent_to_nodes(buffer, sides[PASSES[-1], name])
         redundant.check()
@@ -249,14 +255,14 @@ def sent_to_nodes(buffer: ep.Buffer, run: Callable[[], object]) -> tuple[int, in
     return rows, lists
 
 
-def layer(pass_name: str, buffer: ep.Buffer, idx: Tensor, max_recv_rows: int, given: list[Tensor]) -> None:
-    """Run one pass. Gradients are dropped at once: they are large."""
+def layer(pass_name: str, buffer: ep.Buffer, idx: Tensor, options: dict[str, Any], given: list[Tensor]) -> None:
+    """Run one pass with options of ep.moe_mlp. Gradients are dropped at once: they are large."""
     x, weights, w1, w2 = given
     if pass_name == "forward":
-        ep.moe_mlp(buffer, x, idx, weights, w1, w2, max_recv_rows=max_recv_rows)
+        ep.moe_mlp(buffer, x, idx, weights, w1, w2, **options)
         return
     leaves = [t.detach().requires_grad_() for t in given]
-    y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], max_recv_rows=max_recv_rows)
+    y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], **options)
     torch.autograd.grad(y, leaves, y.detach())
 
 
@@ -268,8 +274,8 @@ def report(case: Case, ranks: list[Measured]) -> dict[str, object]:
     nodes = f"{case.ranks // case.ranks_per_node} x {case.ranks_per_node}"
     print(
         f"\n{case.tokens} x {case.hidden} x {case.intermediate}, top-{TOPK} of {case.experts}, {case.popularity}, "
-        f"{nodes} ranks, {case.engine}: max/mean {balance['before']:.3f} -> {balance['after']:.3f} with "
-        f"{balance['copies']:.1f} copies, slots of {ranks[0].slot_bytes / 1e9:.2f} GB",
+        f"{nodes} ranks, {case.engine}{', float8' if case.quantize else ''}: max/mean {balance['before']:.3f} -> "
+        f"{balance['after']:.3f} with {balance['copies']:.1f} copies, slots of {ranks[0].slot_bytes / 1e9:.2f} GB",
         flush=True,
     )
     for name in PASSES:

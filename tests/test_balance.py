@@ -1,5 +1,6 @@
 """Redundant experts: the results and gradients of the layer without them, with a lower fullest rank."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from lib.experts import (
     INTERMEDIATE,
     MAX_TOKENS,
     NAMES,
+    QUANTIZE,
     compare_with_dense,
     dense_results,
     given_to,
@@ -70,6 +72,92 @@ def test_biases_have_copies_too(pools, engine):
             torch.testing.assert_close(value, right, check_dtype=False, **CLOSE, msg=name)
 
 
+# ---- float8 experts --------------------------------------------------------------------------------------------------
+
+
+def float8_case(num_topk: int = NUM_TOPK):
+    """Experts 0 to 2 have copies on other ranks, and scales of their own. Blocks of 128 are cut."""
+    case, inputs = make_skewed_case(4, 4, torch.bfloat16, tokens="even", hidden=144)
+    case = dataclasses.replace(case, num_topk=num_topk)
+    for given in (inputs.topk_idx, inputs.topk_weights):
+        given[:] = [one[:, :num_topk].contiguous() for one in given]
+    magnitudes = torch.exp2(torch.arange(case.num_experts) % 3).bfloat16()
+    return case, inputs, [magnitudes[:, None, None] * w for w in weights_of(case)]
+
+
+def assert_nearly_equal(name: str, seen: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to a few roundings to bfloat16, each of 2**-9 of a value at most. Float8 has 2**-4."""
+    assert seen.dtype == expected.dtype and seen.shape == expected.shape
+    seen, expected = seen.double(), expected.double()
+    assert (seen - expected).norm() <= 2**-8 * expected.norm(), name
+
+
+@pytest.mark.parametrize("how", ["plain", "fixed rows", "recomputed", "keeps less"])
+def test_float8_experts_with_copies(pools, engine, how):
+    """What a buffer without copies gives, up to the roundings of a combine and of gradients in parts."""
+    case, inputs, matrices = float8_case()
+    run = partial(layer, max_recv_rows=300, quantize=QUANTIZE)
+    without, ranks, again = (
+        pools(4).run(partial(run, redundant=redundant), engine, case, inputs, how, matrices) for redundant in (0, 2, 2)
+    )
+    for one, other, right in zip(ranks, again, without, strict=True):
+        assert all(map(torch.equal, one, other))
+        for name, seen, expected in zip(NAMES, one, right, strict=True):
+            assert_nearly_equal(name, seen, expected)
+    assert any(not torch.equal(seen[0], right[0]) for seen, right in zip(ranks, without)), "there are copies"
+
+
+def test_a_float8_copy_computes_every_bit_of_a_row_as_its_home(pools, engine):
+    """With one expert a token no sum has another order, so only the gradients of weights may differ."""
+    case, inputs, matrices = float8_case(num_topk=1)
+    run = partial(layer, quantize=QUANTIZE)
+    without, ranks = (
+        pools(4).run(partial(run, redundant=redundant), engine, case, inputs, "plain", matrices) for redundant in (0, 2)
+    )
+    for one, right in zip(ranks, without, strict=True):
+        for name, seen, expected in zip(NAMES[:3], one, right):
+            assert torch.equal(seen, expected), name
+    assert any(not torch.equal(one[4], right[4]) for one, right in zip(ranks, without)), "there are copies"
+
+
+def test_float8_experts_have_copies_of_biases_too(pools, engine):
+    case, inputs, (w1, w2) = float8_case()
+    biases = normal((case.num_experts, INTERMEDIATE), 9), normal((case.num_experts, case.hidden), 10)
+    matrices = [w1[:, :INTERMEDIATE], w2, *(bias.bfloat16() for bias in biases)]
+    run = partial(layer, activation="gelu", quantize=QUANTIZE)
+    without, ranks = (
+        pools(4).run(partial(run, redundant=redundant), engine, case, inputs, "plain", matrices) for redundant in (0, 2)
+    )
+    for one, right in zip(ranks, without, strict=True):
+        for name, seen, expected in zip((*NAMES, "b1", "b2"), one, right, strict=True):
+            assert_nearly_equal(name, seen, expected)
+
+
+@on_ranks(2)
+def test_the_module_with_float8_experts(rank, engine):
+    """ep.MoELayer has the bits of ep.moe_mlp, also in another dtype of parameters, and slots for both dtypes."""
+    case, inputs = make_skewed_case(2, 2, torch.bfloat16, tokens="even")
+    given = given_to(rank, engine, case, inputs)
+    x, (w1, w2) = given[0], given[3:]
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        buffer.balancer().smallest_copy = 1
+        one = ep.MoELayer(buffer, INTERMEDIATE, device=buffer.engine, quantize=QUANTIZE)
+        with torch.no_grad():
+            one.router.weight.mul_(torch.linspace(4, 0.1, 6, device=buffer.engine)[:, None])
+            for p, w in zip(one.experts.parameters(), (w1, w2)):
+                p.to_local().copy_(w)
+        y = one(x)
+        assert torch.equal(y, ep.moe_mlp(buffer, x, *one.router(x), w1, w2, quantize=QUANTIZE))
+        bytes_of_float8 = buffer.balancer().slot_bytes
+        assert not torch.equal(y, ep.moe_mlp(buffer, x, *one.router(x), w1, w2))
+        assert buffer.balancer().slot_bytes > bytes_of_float8
+        y.square().sum().backward()
+        assert all(local(p.grad).isfinite().all() and local(p.grad).any() for p in one.parameters())
+
+
+# ---- all experts -----------------------------------------------------------------------------------------------------
+
+
 @on_ranks(4)
 def test_statistics_show_what_balancing_does(rank, engine):
     """The same numbers on all ranks; the fullest rank has fewer rows than without copies."""
@@ -95,9 +183,10 @@ def test_statistics_show_what_balancing_does(rank, engine):
     assert max(tokens for _, tokens in everyone) == found.fullest_after
 
 
+@pytest.mark.parametrize("dtype, quantize", [(torch.float32, None), (torch.bfloat16, QUANTIZE)])
 @on_ranks(4)
-def test_a_balanced_routing_has_the_bits_of_a_buffer_without_redundant_experts(rank, engine):
-    case, inputs = make_skewed_case(4, 2, tokens="even")
+def test_a_balanced_routing_has_the_bits_of_a_buffer_without_redundant_experts(rank, engine, dtype, quantize):
+    case, inputs = make_skewed_case(4, 2, dtype, tokens="even")
     num_tokens = len(inputs.x[rank])
     in_turn = torch.arange(num_tokens * NUM_TOPK).view(num_tokens, NUM_TOPK) + rank
     inputs.topk_idx[:] = [in_turn % case.num_experts] * 4
@@ -106,8 +195,10 @@ def test_a_balanced_routing_has_the_bits_of_a_buffer_without_redundant_experts(r
     for redundant in (1, 0):
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
         with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=redundant) as buffer:
-            # One part, computed by the same kernels.
-            y = ep.moe_mlp(buffer, *leaves) if redundant else _without_operators(buffer, leaves)
+            if redundant or quantize:
+                y = ep.moe_mlp(buffer, *leaves, num_parts=1, quantize=quantize)
+            else:
+                y = _without_operators(buffer, leaves)
             y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     for name, one, other in zip(NAMES, *results, strict=True):
@@ -115,7 +206,7 @@ def test_a_balanced_routing_has_the_bits_of_a_buffer_without_redundant_experts(r
 
 
 def _without_operators(buffer: ep.Buffer, leaves: list[torch.Tensor]) -> torch.Tensor:
-    """The layer in grouped_mlp on every engine, as redundant experts run it."""
+    """The layer in one part, and in grouped_mlp on every engine, as redundant experts run it."""
     from ep_dispatcher.moe.grouped_mlp import Parameters
     from ep_dispatcher.moe.mlp import run_grouped_nodes
 
@@ -123,14 +214,15 @@ def _without_operators(buffer: ep.Buffer, leaves: list[torch.Tensor]) -> torch.T
     return run_grouped_nodes(buffer, x, topk_idx, topk_weights, Parameters(w1, w2), None, 1)
 
 
+@pytest.mark.parametrize("dtype, quantize", [(torch.float32, None), (torch.bfloat16, QUANTIZE)])
 @on_ranks(4)
-def test_several_microbatches_in_flight_keep_their_own_copies(rank, engine):
+def test_several_microbatches_in_flight_keep_their_own_copies(rank, engine, dtype, quantize):
     """Four layers on one buffer, three microbatches with other routings, backwards in the orders of schedules.
 
     Every layer, microbatch and order has the gradients of that microbatch alone, bit by bit.
     """
     num_layers, seeds = 4, (3, 40, 77)
-    cases = [make_skewed_case(4, 2, tokens="even", seed=seed) for seed in seeds]
+    cases = [make_skewed_case(4, 2, dtype, tokens="even", seed=seed) for seed in seeds]
     case = cases[0][0]
     inputs = [given_to(rank, engine, *one) for one in cases]
     for number, one in enumerate(inputs):  # other experts are hot in each microbatch
@@ -146,7 +238,7 @@ def test_several_microbatches_in_flight_keep_their_own_copies(rank, engine):
             x = given[0].detach().clone().requires_grad_()
             y = x
             for w1, w2 in layers:
-                y = ep.moe_mlp(buffer, y, given[1], given[2], w1, w2)
+                y = ep.moe_mlp(buffer, y, given[1], given[2], w1, w2, quantize=quantize)
             return x, y
 
         def fresh():
@@ -332,6 +424,8 @@ def test_what_does_not_go_with_redundant_experts_is_refused(rank, engine):
             assert_refused("redundant experts", call, x, topk_idx, topk_weights)
         assert_refused("redundant experts", buffer.plan, topk_idx)
         assert_refused("num_parts", ep.moe_mlp, buffer, *given, num_parts=2)
+        for quantize in ("mxfp8", QUANTIZE):  # the latter needs bfloat16
+            assert_refused("quantize", ep.moe_mlp, buffer, *given, quantize=quantize)
         assert_refused("redundant experts", ep.MoELayer, buffer, experts=lambda rows, counts: rows)
         assert ep.why_no_overlap(buffer) == "its experts have redundant copies"
         assert (buffer.num_experts, buffer.num_local_experts) == (case.num_experts, EXPERTS_PER_RANK)

@@ -44,8 +44,13 @@ def random(shape, name: str, dtype=torch.float32) -> Tensor:
     return (numbers * 10 ** torch.randint(-3, 4, shape, generator=generator)).to(dtype)
 
 
-def make_slots(buffer: ep.Buffer, dtype=torch.bfloat16, shapes=SHAPES, num_slots=SLOTS, number=0) -> Slots:
-    return Slots(buffer.config, device(buffer), num_slots, shapes, dtype, number)
+def make_slots(
+    buffer: ep.Buffer, dtype=torch.bfloat16, shapes=SHAPES, num_slots=SLOTS, number=0, weights=None, gradients=None
+) -> Slots:
+    """weights, gradients: as in Slots; None: the shapes, with the dtype"""
+    weights = [(shape, dtype) for shape in shapes] if weights is None else weights
+    gradients = shapes if gradients is None else gradients
+    return Slots(buffer.config, device(buffer), num_slots, weights, gradients, number)
 
 
 def own_tensors(make, rank: int, kind: str, at: str, shapes) -> list:
@@ -145,6 +150,41 @@ def test_a_pull_adds_float32_in_the_order_of_ranks_and_slots(rank, engine, ranks
 
 
 @on_ranks(4)
+def test_weights_of_several_dtypes_of_which_a_push_brings_some(rank, engine):
+    """As quantized experts have them. Their scales begin at no multiple of 16 bytes at the home."""
+    of_weights = [((16, 48), torch.float8_e4m3fn), ((1, 3), torch.float32), ((48, 16), torch.float8_e4m3fn)]
+    with make_buffer(engine=engine) as buffer:
+        at, places = device(buffer), COPIES[4]
+        slots = make_slots(buffer, weights=of_weights, gradients=[(16, 48)])
+        assert [[one.dtype for one in of_w] for of_w in slots.weights] == [[dtype] * SLOTS for _, dtype in of_weights]
+        assert [[one.shape for one in of_g] for of_g in slots.gradients] == [[torch.Size((16, 48))] * SLOTS]
+
+        def weight(expert: int, w: int) -> Tensor:
+            shape, dtype = of_weights[w]
+            return random(shape, f"weight {expert} {w}").to(dtype)
+
+        own = [torch.stack([weight(EXPERTS * rank + e, w) for e in range(EXPERTS)]).to(at) for w in range(3)]
+        copies, pushed = copies_of(places, at), set()
+        for brought in ({0, 1}, {2}):
+            meet(buffer)
+            slots.push(copies, [own[w] if w in brought else None for w in range(3)])
+            meet(buffer)
+            pushed |= brought
+            for w in range(3):
+                for slot in range(SLOTS):
+                    seen = slots.weights[w][slot].cpu().view(torch.uint8)
+                    if w in pushed and (rank, slot) in places:
+                        assert torch.equal(seen, weight(places[rank, slot], w).view(torch.uint8))
+                    else:
+                        assert not seen.any()
+        for w, wrong in ((0, own[0].bfloat16()), (1, own[1].bfloat16()), (2, own[0])):
+            given = [*own[:w], wrong, *own[w + 1 :]]
+            assert f"weights[{w}]" in error_of(slots.push, copies, given)
+        meet(buffer)
+        slots.free()
+
+
+@on_ranks(4)
 def test_large_parameters(rank, engine):
     """More than all threads of a kernel load at a time, and a rest that not all of them share."""
     elements = (1 << 22 if engine == "cpu" else 3 << 23) + 1032
@@ -202,8 +242,9 @@ def test_several_slots_of_a_buffer_and_its_operations(rank, engine):
 @pytest.mark.parametrize(
     "name,changes",
     [
-        ("shapes", dict(shapes=[*SHAPES[:3], (8,)])),
-        ("dtype", dict(dtype=torch.float32)),
+        ("weights", dict(weights=[((8,), torch.bfloat16)])),
+        ("weights", dict(dtype=torch.float32)),
+        ("gradients", dict(gradients=[(8,)])),
         ("num_slots", dict(num_slots=3)),
     ],
 )
@@ -214,7 +255,7 @@ def test_ranks_that_give_other_sizes(rank, engine, name, changes):
         texts: list = [None] * 4
         dist.all_gather_object(texts, text)
         assert len(set(texts)) == 1 and re.match(rf"{name} of expert slots: rank 0 gave .*, rank 2 gave ", text)
-        assert_refused(name, make_slots, buffer, number=1, **{name: [] if name == "shapes" else 0})
+        assert_refused(name, make_slots, buffer, number=1, **{name: 0 if name == "num_slots" else []})
         slots = make_slots(buffer, number=2)
         round_trip(buffer)
         slots.free()
@@ -233,7 +274,7 @@ def test_wrong_arguments_are_named(rank, engine):
         for call in (slots.push, slots.pull):
             for wrong in (copies.long(), copies[:1], copies.expand(2, 2, SLOTS, 3), copies.transpose(0, 1)):
                 assert_refused("copies", call, wrong, [w1, b1])
-            what = "parameters" if call == slots.push else "gradients"
+            what = "weights" if call == slots.push else "gradients"
             for matrices in ([w1], [w1[:5], b1], [w1, list(b1)[:5]]):
                 assert_refused(what, call, copies, matrices)
             for one in (w1.transpose(1, 2), w1.double(), w1[:, :, :8], w1.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -300,8 +341,11 @@ def test_nothing_is_left(rank, engine):
 
 
 def test_bytes():
-    assert slot_layout([(7,)], torch.bfloat16, 1).num_bytes == 256
-    two = [(2048, 7168), (7168, 1024)]
-    assert slot_layout(two, torch.bfloat16, 2).num_bytes == 2 * (2048 * 7168 + 7168 * 1024) * 6
-    padded = [(16, 8, 3), (33,)]  # 768 and 66 bytes; 1536 and 132
-    assert slot_layout(padded, torch.bfloat16, 3).num_bytes == 3 * (768 + 128 + 1536 + 256)
+    def bytes_of(shapes, num_slots: int) -> int:
+        return slot_layout([(shape, torch.bfloat16) for shape in shapes], shapes, num_slots).num_bytes
+
+    assert bytes_of([(7,)], 1) == 256
+    assert bytes_of([(2048, 7168), (7168, 1024)], 2) == 2 * (2048 * 7168 + 7168 * 1024) * 6
+    assert bytes_of([(16, 8, 3), (33,)], 3) == 3 * (768 + 128 + 1536 + 256)  # 768 and 66 bytes; 1536 and 132
+    quantized = [((256, 128), torch.float8_e4m3fn), ((2, 1), torch.float32)]
+    assert slot_layout(quantized, [(256, 128)], 2).num_bytes == 2 * (256 * 128 + 128 + 256 * 128 * 4)

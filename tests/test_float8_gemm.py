@@ -56,6 +56,7 @@ def device(request, monkeypatch) -> str:
         return request.param
     repair_interpreter(monkeypatch)
     monkeypatch.setattr(float8_gemm, "has_kernels", lambda rows: True)
+    monkeypatch.setattr(grouped_gemm.kernels(), "_num_sms", lambda device: 2)  # programs that loop over tiles
     return "cpu"
 
 
@@ -173,6 +174,32 @@ def test_each_row_meets_the_weights_of_its_expert(counts, device, n, k, how):
             right += bias[e].double() * (1 if row_weights is None else row_weights[group, None].double())
         close(out[group], right, 2**-8)
         close(grad_rows[group], value_of(grad)[group] @ exact[e], 2**-8)
+
+
+@pytest.mark.parametrize("n, k", [(256, 128), (144, 176)])
+def test_copies_that_lie_elsewhere_are_the_experts_behind(counts, device, n, k):
+    """In one call or in two, with the bits of one tensor of all experts, and without what only the other way reads."""
+    torch.manual_seed(4)
+    own, counts = len(counts), [*counts, 3, 140]
+    ends, end, end_of_own = ends_of(counts, device), sum(counts), sum(counts[:-2])
+    magnitudes = torch.exp2(torch.arange(len(counts)) % 4).bfloat16().to(device)  # experts have other scales
+    weights = float8_gemm.quantize_weights(matrices(len(counts), n, k, device) * magnitudes[:, None, None])
+    first, last = (QuantizedMatrices(*(field[part] for field in weights)) for part in (slice(own), slice(own, None)))
+    pair, grad = (float8_gemm.quantize_rows(rows_of(counts, width, device), ends) for width in (k, n))
+    bias, row_weights = torch.randn(len(counts), n).bfloat16().to(device), torch.rand(len(pair.rows)).to(device)
+    for linear, given, unread, options in (
+        (float8_gemm.linear, pair, "transposed_scales", dict(bias=bias, row_weights=row_weights)),
+        (float8_gemm.linear_grad_rows, grad, "scales", {}),
+    ):
+        right, behind = linear(given, weights, ends, **options), elsewhere(last)
+        for scales in getattr(behind, unread):
+            scales.fill_(float("nan"))
+        assert torch.equal(linear(given, first.with_copies(behind), ends, **options)[:end], right[:end])
+        out = torch.zeros_like(right)
+        linear(given, first, ends, out=out, **options)
+        assert not out[end_of_own:].any()
+        linear(given, behind, ends, out=out, first_expert=own, **options)
+        assert torch.equal(out[:end], right[:end]) and not out[end:].any()
 
 
 USUAL = [("swiglu", 256), ("gpt-oss", 80), ("squared_relu", 80)]

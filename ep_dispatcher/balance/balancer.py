@@ -32,7 +32,7 @@ from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.memory import round_up
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, matrix_shape
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import DispatchRequest
 from ep_dispatcher.statistics import NUM_PLAN_SUMS, BalanceStats, Totals
@@ -58,6 +58,11 @@ def _row_bytes(num_experts: int) -> int:
 def _count_rows(num_ranks: int, num_topk: int) -> int:
     """Return how many tokens bring a row of counts to every rank, as each reaches num_topk ranks."""
     return -(-num_ranks // num_topk)
+
+
+def _bytes_of_copy(in_slots: Sequence[Sequence[Tensor]], moved: Sequence[ExpertMatrices | None]) -> int:
+    """Return the bytes that move for one copy. Nothing moves where `moved` has None."""
+    return sum(of_slots[0].nbytes for of_slots, one in zip(in_slots, moved, strict=True) if one is not None)
 
 
 def check_redundant_experts(topology: Topology, num_slots: int, sizes: dict[str, int], dtype: torch.dtype) -> None:
@@ -110,7 +115,7 @@ class Balancer:
         )
         self._handle: Handle | None = None  # of the dispatch that gathers counts
         self._barrier_row: Tensor | None = None
-        self._slots: dict[tuple[object, ...], Slots] = {}  # by the shapes and the dtype of an expert's parameters
+        self._slots: dict[tuple[object, ...], Slots] = {}  # by what they have of an expert
         self._num_made = 0  # attempts to make some
         self._last_use: torch.cuda.Event | None = None  # of any slot
         self.totals: Totals | None = None  # of the buffer, once it counts: plans and moves add to them
@@ -132,12 +137,16 @@ class Balancer:
         topk_idx = as_addressable("topk_idx", topk_idx)
         counts = self._gather_counts(topk_idx)
         plan = plan_copies(counts, sizes)
-        if self.totals is not None:
-            before, after = plan.rows.long()
-            numbers = [torch.ones_like(before[0]), before.sum(), before.max(), after.max()]
-            sums = self.totals.balance[:NUM_PLAN_SUMS]
-            sums += torch.stack([*numbers, (plan.copies[..., 0] >= 0).sum()])
         return Balanced(rewrite(topk_idx, counts, config.topology.rank, plan, sizes), plan)
+
+    def count(self, plan: BalancePlan) -> None:
+        """Count a plan for ``Buffer.stats()``, once the buffer counts. No other rank is needed."""
+        if self.totals is None:
+            return
+        before, after = plan.rows.long()
+        numbers = [torch.ones_like(before[0]), before.sum(), before.max(), after.max()]
+        sums = self.totals.balance[:NUM_PLAN_SUMS]
+        sums += torch.stack([*numbers, (plan.copies[..., 0] >= 0).sum()])
 
     def barrier(self) -> None:
         """Let later work in the current stream of this rank follow all earlier work in that of every rank."""
@@ -181,32 +190,31 @@ class Balancer:
             self._handle = new_handle(engine, request, received)
         return received.rows.view(torch.int32)
 
-    def slots_for(self, parameters: Sequence[ExpertMatrices]) -> Slots:
-        """Return the slots for experts with such parameters. The first time all ranks make them together.
+    def slots_for(self, weights: Sequence[ExpertMatrices], parameters: Sequence[ExpertMatrices]) -> Slots:
+        """Return the slots for experts with such weights. The first time all ranks make them together.
 
-        parameters   of this rank's experts: each a tensor per expert, or one of them all
+        weights      what a push brings of this rank's experts: each a tensor per expert, or one of them all
+        parameters   likewise, those that have gradients
         """
-        shapes, dtype = tuple(tuple(one[0].shape) for one in parameters), parameters[0][0].dtype
-        slots = self._slots.get((shapes, dtype))
+        shapes = tuple((tuple(matrix_shape(one)), one[0].dtype) for one in weights)
+        of_gradients = tuple(tuple(matrix_shape(one)) for one in parameters)
+        slots = self._slots.get((shapes, of_gradients))
         if slots is None:
             config, number = self._engine.config, self._num_made
             self._num_made += 1  # also if it fails: names are used once
             with torch.inference_mode(False):  # they serve inside and outside of it
-                slots = Slots(config, self._device, config.redundant_experts_per_rank, shapes, dtype, number)
-            self._slots[(shapes, dtype)] = slots
+                slots = Slots(config, self._device, config.redundant_experts_per_rank, shapes, of_gradients, number)
+            self._slots[(shapes, of_gradients)] = slots
         return slots
 
-    def push(self, slots: Slots, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
+    def push(self, slots: Slots, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         """Push as Slots does, and measure it for ``Buffer.stats()``."""
-        bytes_of_copy = sum(of_slots[0].nbytes for of_slots in slots.weights)
-        with self._measured("push", copies, bytes_of_copy):
-            slots.push(copies, parameters)
+        with self._measured("push", copies, _bytes_of_copy(slots.weights, weights)):
+            slots.push(copies, weights)
 
     def pull(self, slots: Slots, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
         """Pull as Slots does, and measure it for ``Buffer.stats()``."""
-        pairs = zip(slots.gradients, gradients, strict=True)
-        bytes_of_copy = sum(of_slots[0].nbytes for of_slots, gradient in pairs if gradient is not None)
-        with self._measured("pull", copies, bytes_of_copy):
+        with self._measured("pull", copies, _bytes_of_copy(slots.gradients, gradients)):
             slots.pull(copies, gradients)
 
     @contextmanager

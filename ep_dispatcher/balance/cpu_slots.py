@@ -81,13 +81,14 @@ class CpuSlots:
         homes: Homes,
         copies: Tensor,
         pieces: Sequence[Piece],
-        parameters: Sequence[ExpertMatrices],
+        parameters: Sequence[ExpertMatrices | None],
         num_blocks: int = 0,
     ) -> None:
         """Copy each of ``parameters`` into its piece of the slots that hold copies of this rank's experts."""
         for expert, holder, slot in _copies_of_own_experts(homes, copies):
-            for piece, parameter in zip(pieces, parameters, strict=True):
-                piece.of_slot(self._of_node[holder], slot).copy_(parameter[expert])
+            for piece, of_experts in zip(pieces, parameters, strict=True):
+                if of_experts is not None:
+                    piece.of_slot(self._of_node[holder], slot).copy_(of_experts[expert])
 
     def pull(
         self,

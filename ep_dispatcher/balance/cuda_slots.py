@@ -67,7 +67,7 @@ class CudaSlots:
         homes: Homes,
         copies: Tensor,
         pieces: Sequence[Piece],
-        parameters: Sequence[ExpertMatrices],
+        parameters: Sequence[ExpertMatrices | None],
         num_blocks: int = 0,
     ) -> None:
         """Copy each of ``parameters`` into its piece of the slots that hold copies of this rank's experts.
@@ -76,7 +76,8 @@ class CudaSlots:
         """
         most, node = _C_cuda.max_slot_parameters, self._node_for(homes, copies)
         with torch.cuda.device(self._device):
-            moves = [self._move(piece, one, piece.num_bytes) for piece, one in zip(pieces, parameters, strict=True)]
+            pairs = zip(pieces, parameters, strict=True)
+            moves = [self._move(piece, matrices, piece.num_bytes) for piece, matrices in pairs if matrices is not None]
             for first in range(0, len(moves), most):
                 of_launch = moves[first : first + most]
                 _C_cuda.slots_push(node, copies.data_ptr(), of_launch, num_blocks or PUSH_BLOCKS, self._stream())
@@ -119,7 +120,7 @@ class CudaSlots:
         return torch.cuda.current_stream(self._device).cuda_stream
 
     def _move(self, piece: Piece, matrices: ExpertMatrices, size: int) -> tuple[int, int, int, int, int, int]:
-        """Return what a kernel has to know of one parameter (struct ExpertParameter in csrc/cuda/balance/slots.h)."""
+        """Return what a kernel has to know of one of them (struct ExpertParameter in csrc/cuda/balance/slots.h)."""
         return *self._located(matrices), size, piece.begin, piece.step
 
     def _located(self, matrices: ExpertMatrices) -> tuple[int, int, int]:

@@ -14,12 +14,13 @@ from torch import Tensor
 from ep_dispatcher.memory import round_up
 
 ALIGNMENT = 128  # bytes: every tensor of a slot begins at a multiple
+Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """One parameter, or its gradient, in all slots of a rank: they follow each other at equal steps."""
+    """One weight, or one gradient, in all slots of a rank: they follow each other at equal steps."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     begin: int  # bytes from the start of a rank's memory to slot 0
     step: int  # bytes from one slot to the next
@@ -30,12 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the slots of one rank.
-
-            num_slots * (sum over parameters of up(size * itemsize) + sum of up(size * 4))     # weights, and gradients
-
-        up(n) is n rounded up to a multiple of 128.
-        """
+        """The bytes in one slot."""
         return self.num_elements * self.dtype.itemsize
 
     def of_slot(self, memory: Tensor, slot: int) -> Tensor:
@@ -60,44 +56,50 @@ class Homes(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """First the weights of all parameters, then their gradients. shapes: of an expert's parameters, which have a dtype.
+    """First all weights of an expert, then all gradients, each by the shape that one slot has of it.
 
     Gradients are float32, because they are parts of sums.
     """
 
     num_slots: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
+    weight_shapes: tuple[tuple[Shape, torch.dtype], ...]
+    gradient_shapes: tuple[Shape, ...]
 
     @cached_property
     def _pieces(self) -> tuple[list[Piece], int]:
         """Return the pieces of the weights and then those of the gradients, and the bytes of all."""
         pieces, end = [], 0
-        for dtype in (self.dtype, torch.float32):
-            for shape in self.shapes:
-                step = round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
-                pieces.append(Piece(shape, dtype, end, step))
-                end += self.num_slots * step
+        for shape, dtype in (*self.weight_shapes, *((shape, torch.float32) for shape in self.gradient_shapes)):
+            step = round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
+            pieces.append(Piece(shape, dtype, end, step))
+            end += self.num_slots * step
         return pieces, end
 
     @property
     def weights(self) -> list[Piece]:
-        return self._pieces[0][: len(self.shapes)]
+        return self._pieces[0][: len(self.weight_shapes)]
 
     @property
     def gradients(self) -> list[Piece]:
-        return self._pieces[0][len(self.shapes) :]
+        return self._pieces[0][len(self.weight_shapes) :]
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the slots of one rank.
 
-            num_slots * (sum over parameters of up(size * itemsize) + sum of up(size * 4))     # weights, and gradients
+            num_slots * (sum over weights of up(size * itemsize) + sum over gradients of up(size * 4))
 
         up(n) is n rounded up to a multiple of 128.
         """
         return self._pieces[1]
 
 
-def slot_layout(shapes: Sequence[Sequence[int]], dtype: torch.dtype, num_slots: int) -> SlotLayout:
-    return SlotLayout(num_slots, tuple(tuple(map(int, shape)) for shape in shapes), dtype)
+def slot_layout(
+    weights: Sequence[tuple[Sequence[int], torch.dtype]], gradients: Sequence[Sequence[int]], num_slots: int
+) -> SlotLayout:
+    weight_shapes = tuple((_as_shape(shape), dtype) for shape, dtype in weights)
+    return SlotLayout(num_slots, weight_shapes, tuple(map(_as_shape, gradients)))
+
+
+def _as_shape(sizes: Sequence[int]) -> Shape:
+    return tuple(map(int, sizes))

@@ -1,6 +1,7 @@
 """The expert slots of one buffer: memory for copies of the experts of other ranks, which the ranks of a node map.
 
-    slots = Slots(config, device, 1, [(n, k), (k, n)], torch.bfloat16, number=0)     # all ranks
+    shapes = (n, k), (k, n)
+    slots = Slots(config, device, 1, [(shape, torch.bfloat16) for shape in shapes], shapes, number=0)     # all ranks
     slots.push(copies, [w1, w2])             # home ranks write weights into the slots of other ranks
     grouped_mlp(..., slots.weights)          # each rank multiplies by them, and writes slots.gradients
     slots.pull(copies, [grad_w1, grad_w2])   # home ranks read the gradients, and add them to those of their own
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.balance.slot_layout import Homes, SlotLayout, slot_layout
+from ep_dispatcher.balance.slot_layout import Homes, Shape, SlotLayout, slot_layout
 from ep_dispatcher.balance.slot_memory import SlotMemory, allocate_slots, gather_for_slots
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.gather import Gather
@@ -39,13 +40,14 @@ class Slots:
     config      of the buffer
     device      of its tensors
     num_slots   slots of each rank
-    shapes      of each parameter of an expert, such as [(n, k), (k, n)]
-    dtype       of the parameters
+    weights     shape and dtype of each weight of an expert, such as [((n, k), torch.bfloat16)]. Any dtype
+    gradients   the shape of each gradient of an expert. They need not be those of the weights
     number      counts the Slots that are made for this buffer: the same on all ranks, and another one each time
 
-    weights     [parameter][slot] views of this rank's slots, each at a multiple of 128 bytes. The slots of a parameter
+    The fields of the same names have the memory:
+    weights     [weight][slot] views of this rank's slots, each at a multiple of 128 bytes. The slots of a weight
                 follow each other at equal steps.
-    gradients   [parameter][slot] likewise, float32
+    gradients   [gradient][slot] likewise, float32
 
     num_bytes   of this rank's slots
 
@@ -58,13 +60,13 @@ class Slots:
         config: EngineConfig,
         device: torch.device | str,
         num_slots: int,
-        shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype,
+        weights: Sequence[tuple[Sequence[int], torch.dtype]],
+        gradients: Sequence[Sequence[int]],
         number: int,
     ):
         device = torch.device(device)
         with gather_for_slots(config, device, number) as gather:
-            layout = _agree(gather, num_slots, shapes, dtype)
+            layout = _agree(gather, num_slots, weights, gradients)
             memory = allocate_slots(gather, config, device, layout.num_bytes, number)
         topology = config.topology
         self._homes = Homes(topology.node_ranks, topology.local_rank, config.num_own_experts)
@@ -77,40 +79,43 @@ class Slots:
         ]
 
     @torch.no_grad()
-    def push(self, copies: Tensor, parameters: Sequence[ExpertMatrices]) -> None:
+    def push(self, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         """Write the weights of this rank's experts into the slots of other ranks that hold copies of them.
 
             for rank, slot in the slots of this node's other ranks:
                 if home of copies[rank, slot, 0] is this rank:
-                    weights[p][slot] on that rank = parameters[p][expert]
+                    weights[w][slot] on that rank = weights[w][expert]
 
         copies      int32 [num_ranks, num_slots, 3], contiguous, on the slots' device: (expert or -1, begin, end)
-        parameters  by parameter [own experts, ...], or so many tensors; each expert's is contiguous
+        weights     each [own experts, ...], or so many tensors; each expert's is contiguous. None: not this weight,
+                    of which slots keep what they have
 
-        On GPUs the host does not wait, and the parameters must not change before the kernel has ended.
+        On GPUs the host does not wait, and the weights must not change before the kernel has ended.
         """
         memory = self._live()
         self._check_copies(copies)
-        self._check_matrices("parameters", parameters, (self._layout.dtype,))
-        memory.push(self._homes, copies, self._layout.weights, parameters)
+        expected = [(shape, (dtype,)) for shape, dtype in self._layout.weight_shapes]
+        self._check_matrices("weights", weights, expected)
+        memory.push(self._homes, copies, self._layout.weights, weights)
 
     @torch.no_grad()
     def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
         """Add the gradients in the slots to those of this rank's experts.
 
             for each expert of this rank with copies:
-                total = gradients[p][expert] as float32
+                total = gradients[g][expert] as float32
                 for rank, slot in ascending order of the copies:
-                    total += gradients[p][slot] on that rank
-                gradients[p][expert] = total, rounded once
+                    total += gradients[g][slot] on that rank
+                gradients[g][expert] = total, rounded once
 
         copies      as in push
-        gradients   by parameter [own experts, ...], or so many tensors; each expert's is contiguous. Those of one
-                    parameter have one dtype, float32 or that of the parameters. None: not this parameter
+        gradients   each [own experts, ...], or so many tensors; each expert's is contiguous. Those of all experts have
+                    one dtype: float32, bfloat16 or float16. None: not this gradient
         """
         memory = self._live()
         self._check_copies(copies)
-        self._check_matrices("gradients", gradients, (torch.float32, self._layout.dtype))
+        expected = [(shape, checks.DTYPES) for shape in self._layout.gradient_shapes]
+        self._check_matrices("gradients", gradients, expected)
         memory.pull(self._homes, copies, self._layout.gradients, gradients)
 
     def free(self) -> None:
@@ -137,43 +142,55 @@ class Slots:
         checks.fail("copies", given, f"torch.int32 {list(self._rows)} on {self._device_type}, contiguous")
 
     def _check_matrices(
-        self, argument: str, given: Sequence[ExpertMatrices | None], dtypes: tuple[torch.dtype, ...]
+        self,
+        argument: str,
+        given: Sequence[ExpertMatrices | None],
+        expected: Sequence[tuple[Shape, tuple[torch.dtype, ...]]],
     ) -> None:
-        """Check what compiled code reads by address."""
-        shapes, num_experts = self._layout.shapes, self._homes.num_local_experts
-        if len(given) != len(shapes):
-            checks.fail(argument, f"a sequence of {len(given)}", f"one of {len(shapes)}, as the shapes of the slots")
-        for p, (matrices, shape) in enumerate(zip(given, shapes, strict=True)):
+        """Check what compiled code reads by address. expected: for each the shape of an expert's, and its dtypes"""
+        num_experts = self._homes.num_local_experts
+        if len(given) != len(expected):
+            checks.fail(argument, f"a sequence of {len(given)}", f"one of {len(expected)}, as the slots have them")
+        for i, (matrices, (shape, dtypes)) in enumerate(zip(given, expected, strict=True)):
             if matrices is None:
                 continue
             if len(matrices) != num_experts:
-                checks.fail(f"{argument}[{p}]", f"of {len(matrices)} experts", f"of {num_experts}, those of this rank")
+                checks.fail(f"{argument}[{i}]", f"of {len(matrices)} experts", f"of {num_experts}, those of this rank")
             of_experts = [matrices[0]] if isinstance(matrices, Tensor) else matrices  # all have the same strides
             dtype = of_experts[0].dtype
             for e, one in enumerate(of_experts):
                 if one.shape != shape or one.dtype != dtype or dtype not in dtypes or not one.is_contiguous():
-                    name = f"{argument}[{p}]" if isinstance(matrices, Tensor) else f"{argument}[{p}][{e}]"
+                    name = f"{argument}[{i}]" if isinstance(matrices, Tensor) else f"{argument}[{i}][{e}]"
                     contiguous = "" if one.is_contiguous() else ", not contiguous"
-                    allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
+                    allowed = " or ".join(map(str, dtypes))
                     checks.fail(
                         name,
                         f"{one.dtype} {list(one.shape)}{contiguous}",
                         f"{allowed} {list(shape)}, contiguous, and of one dtype for all experts",
                     )
                 if one.device.type != self._device_type:
-                    checks.fail(f"{argument}[{p}]", f"on {one.device}", f"on {self._device_type}, as the slots are")
+                    checks.fail(f"{argument}[{i}]", f"on {one.device}", f"on {self._device_type}, as the slots are")
 
 
-def _agree(gather: Gather, num_slots: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> SlotLayout:
+def _agree(
+    gather: Gather,
+    num_slots: int,
+    weights: Sequence[tuple[Sequence[int], torch.dtype]],
+    gradients: Sequence[Sequence[int]],
+) -> SlotLayout:
     """Return the layout that all ranks have given. ValueError on all ranks if they differ."""
 
     def own() -> dict[str, Any]:
         checks.integer("num_slots", num_slots, 1)
-        if not shapes or any(not shape or any(size < 1 for size in shape) for shape in shapes):
-            given = [tuple(shape) for shape in shapes]
-            checks.fail("shapes", given, "a shape for each parameter, of sizes of at least 1")
-        checks.one_of("dtype", dtype, checks.DTYPES)
-        return dict(num_slots=num_slots, shapes=[list(shape) for shape in shapes], dtype=str(dtype))
+        for name, shapes in (("weights", [shape for shape, _ in weights]), ("gradients", gradients)):
+            if not shapes or any(not shape or any(size < 1 for size in shape) for shape in shapes):
+                given = [tuple(shape) for shape in shapes]
+                checks.fail(name, f"of the shapes {given}", "some, each of sizes of at least 1")
+        return dict(
+            num_slots=num_slots,
+            weights=[f"{dtype} {list(shape)}" for shape, dtype in weights],
+            gradients=[list(shape) for shape in gradients],
+        )
 
     everyone = gather("sizes", own)
     with gather.same_on_all_ranks():
@@ -184,4 +201,4 @@ def _agree(gather: Gather, num_slots: int, shapes: Sequence[Sequence[int]], dtyp
                         f"{name} of expert slots: rank 0 gave {first}, rank {rank} gave {one[name]}; all ranks must "
                         "give the same"
                     )
-    return slot_layout(shapes, dtype, num_slots)
+    return slot_layout(weights, gradients, num_slots)

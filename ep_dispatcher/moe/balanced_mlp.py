@@ -11,6 +11,10 @@ gradients of copies move in a side stream, beside the GEMMs of a rank's own expe
 
 ``^`` is where the main stream waits for the side stream. dw are gradients of weights, and w1 stands for the product
 that gives the gradients of rows. A recompute has no plan to make, and pushes where the backward does.
+
+Float8 experts take the same way (slot_contents.py says what a push brings). Each row has the arithmetic of its
+expert's home, because that has quantized the weights: float8_gemm takes the place of grouped_gemm, and rows,
+activations and gradients are quantized before its products.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -26,15 +31,17 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import recompute
+from ep_dispatcher.argument_types import QuantizeBlocks
 from ep_dispatcher.arguments import dispatch_request
 from ep_dispatcher.autograd import backward_buffer, check_saved_plan
 from ep_dispatcher.balance.balancer import Balancer
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines.base import Engine
+from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.handle import Handle
-from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, WithCopies
+from ep_dispatcher.moe import float8_gemm, grouped_gemm
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices
 from ep_dispatcher.moe.gradients import clear_unused_rows
 from ep_dispatcher.moe.grouped_mlp import (
     Mlp,
@@ -42,12 +49,22 @@ from ep_dispatcher.moe.grouped_mlp import (
     RowGrads,
     SavedForward,
     activated_rows,
+    dequantized_rows,
     make_mlp,
     write_first_grads,
     write_parameter_grads,
     write_second_grads,
 )
 from ep_dispatcher.moe.overlap import order_memory
+from ep_dispatcher.moe.slot_contents import (
+    given,
+    gradients_in_slots,
+    own_weights,
+    slot_weights,
+    weights_in_slots,
+    weights_to_push,
+    with_copies,
+)
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest
 
@@ -68,10 +85,12 @@ def balanced_mlp(
     max_recv_rows: int | None,
     *,
     handles: list[Handle] | None = None,
+    quantize: QuantizeBlocks | None = None,
     **options: Any,
 ) -> Tensor:
     """``ep.moe_mlp`` with redundant experts; parameters and options are those of grouped_mlp. Both were checked.
 
+    quantize: how rows travel if the options have float8, otherwise None
     handles: with the one of an earlier call with this routing; an empty list gets a new one
     """
     if grouped_gemm.has_kernels(x):
@@ -83,34 +102,28 @@ def balanced_mlp(
         x,
         topk_idx,
         topk_weights,
+        quantize=quantize,
         max_recv_rows=max_recv_rows,
         label=buffer.label,
         has_gradients=True,
         is_balanced=True,
     )
     engine.check_routing(topk_idx, buffer.num_experts)
-    slots = balancer.slots_for(_given(parameters))
+    slots = balancer.slots_for(slot_weights(parameters, mlp.float8), given(parameters))
     if handles is None:
         handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request)
     inputs = mlp.autograd_inputs(x, topk_weights)
     return _BalancedMlp.apply(x, topk_weights, buffer, request, handles, mlp, slots, *inputs)
 
 
-def _given(parameters: Parameters) -> list[ExpertMatrices]:
-    """Return the parameters that are given, as slots take them."""
-    return [matrices for matrices in parameters if matrices is not None]
+def _gemms(mlp: Mlp) -> ModuleType:
+    """Return the module of the GEMMs that these experts need."""
+    return grouped_gemm if mlp.float8 is None else float8_gemm
 
 
-def _in_order(own: Parameters, in_slots: Sequence[Sequence[Tensor]]) -> Parameters:
-    """Return what slots have for each parameter, by the parameter's name."""
-    rest = iter(in_slots)
-    w1, w2 = next(rest), next(rest)
-    b1 = None if own.b1 is None else next(rest)
-    return Parameters(w1, w2, b1, None if own.b2 is None else next(rest))
-
-
-def _with_copies(own: ExpertMatrices | None, copies: ExpertMatrices | None) -> WithCopies | None:
-    return None if own is None or copies is None else WithCopies(own, copies)
+def _gemm_inputs(grad: Tensor, ends: Tensor, mlp: Mlp) -> Tensor | QuantizedRows:
+    """Return gradients of rows as those GEMMs take them."""
+    return grad if mlp.float8 is None else float8_gemm.quantize_rows(grad, ends)
 
 
 class _BalancedMlp(Function):
@@ -128,38 +141,43 @@ class _BalancedMlp(Function):
         *tensors: Tensor,
     ) -> Tensor:
         assert request.topk_idx is not None
-        engine, balancer, own = buffer.live_engine(), buffer.balancer(), mlp.parameters
-        in_slots = _in_order(own, slots.weights)
-        num_own = len(own.w1)
+        engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), _gemms(mlp)
+        own = own_weights(mlp.parameters, mlp.float8)
+        in_slots = weights_in_slots(own, slots)
+        pushed = weights_to_push(mlp.parameters, mlp.float8, is_backward=False)
         with balancer.using_slots(), _SideStream(engine, x) as side:
             if handles:
                 copies = handles[0].copies
                 assert copies is not None  # as the handle is that of a layer with redundant experts
                 recompute.use_plan(request, handles[0])
                 received = side.collective(engine.dispatch, request)
-                side.push(balancer, slots, copies, own)
+                side.push(balancer, slots, copies, pushed)
             else:
                 balanced = side.collective(balancer.balance, request.topk_idx)
                 copies = balanced.plan.copies
-                side.push(balancer, slots, copies, own)
+                side.push(balancer, slots, copies, pushed)
+                with side.current():  # behind the push: its small kernels delay nothing there
+                    balancer.count(balanced.plan)
                 request = replace(request, topk_idx=balanced.topk_idx)
                 received = side.collective(engine.dispatch, request)
                 handles.append(new_handle(engine, request, received, copies))
             with side.current():
                 side.collective(balancer.barrier)
-            rows, row_weights = received.rows, received.topk_weights
+            row_weights, scales = received.topk_weights, received.scales
             assert row_weights is not None  # as topk_weights was given
+            rows = received.rows if scales is None else QuantizedRows(received.rows, scales)
             ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
-            b1, b2 = _with_copies(own.b1, in_slots.b1), _with_copies(own.b2, in_slots.b2)
-            hidden = grouped_gemm.linear(rows, own.w1, ends, own.b1)
+            b1, b2 = with_copies(own.b1, in_slots.b1), with_copies(own.b2, in_slots.b2)
+            hidden = gemms.linear(rows, own.w1, ends, own.b1)
             side.main_waits()
-            grouped_gemm.linear(rows, in_slots.w1, ends, b1, out=hidden, first_expert=num_own)
-            activated = grouped_gemm.activate(hidden, row_weights, ends, mlp.activation)
-            results = grouped_gemm.linear(activated, WithCopies(own.w2, in_slots.w2), ends, b2, row_weights)
+            gemms.linear(rows, in_slots.w1, ends, b1, out=hidden, first_expert=engine.config.num_own_experts)
+            activated = gemms.activate(hidden, row_weights, ends, mlp.activation)
+            results = gemms.linear(activated, with_copies(own.w2, in_slots.w2), ends, b2, row_weights)
             handle = handles[0]
             sums = CombineRequest(results, handle.plan, x.shape[0], message_rows=handle.message_rows)
             y = side.collective(engine.combine, sums).x
-        saved = SavedForward(rows, row_weights, ends, hidden, activated if mlp.keep_activated else None)
+        kept = activated if mlp.keep_activated and mlp.float8 is None else None
+        saved = SavedForward(received.rows, row_weights, ends, hidden, kept, scales)
         ctx.save_for_backward(handle.plan, handle.message_rows, copies, *saved, *tensors)
         ctx.mlp, ctx.buffer, ctx.slots, ctx.note = mlp, buffer, slots, buffer.backward_note
         return y
@@ -173,19 +191,22 @@ class _BalancedMlp(Function):
         plan, message_rows = check_saved_plan(plan, message_rows)
         mlp: Mlp = ctx.mlp
         slots: Slots = ctx.slots
-        own, buffer = mlp.saved_parameters(tensors), backward_buffer(ctx)
-        in_slots = _in_order(own, slots.weights)
-        engine, balancer = buffer.live_engine(), buffer.balancer()
+        parameters, buffer = mlp.saved_parameters(tensors), backward_buffer(ctx)
+        own = own_weights(parameters, mlp.float8)
+        in_slots = weights_in_slots(own, slots)
+        engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), _gemms(mlp)
+        num_own = engine.config.num_own_experts
         ends, num_rows = saved.ends, saved.rows.shape[0]
         with balancer.using_slots(), _SideStream(engine, grad) as side:
             request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
             grad_results = side.collective(engine.dispatch, request).rows
-            side.push(balancer, slots, copies, own)
+            side.push(balancer, slots, copies, weights_to_push(parameters, mlp.float8, is_backward=True))
             with side.current():
                 side.collective(balancer.barrier)
-            grad_activated = grouped_gemm.linear_grad_rows(grad_results, own.w2, ends)
+            inputs_of_w2 = _gemm_inputs(grad_results, ends, mlp)
+            grad_activated = gemms.linear_grad_rows(inputs_of_w2, own.w2, ends)
             side.main_waits()
-            grouped_gemm.linear_grad_rows(grad_results, in_slots.w2, ends, out=grad_activated, first_expert=len(own.w2))
+            gemms.linear_grad_rows(inputs_of_w2, in_slots.w2, ends, out=grad_activated, first_expert=num_own)
             grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
                 grad_activated,
                 saved.hidden,
@@ -193,14 +214,15 @@ class _BalancedMlp(Function):
                 ends,
                 mlp.activation,
                 grad_results,
-                _with_copies(own.b2, in_slots.b2),
+                with_copies(own.b2, in_slots.b2),
             )
-            del grad_activated
+            del inputs_of_w2, grad_activated
 
             used_beside: list[Tensor] = []  # by the side stream, so they live until the main stream has waited for it
 
             def to_tokens() -> Combined:
-                grad_rows = grouped_gemm.linear_grad_rows(grad_hidden, WithCopies(own.w1, in_slots.w1), ends)
+                inputs_of_w1 = _gemm_inputs(grad_hidden, ends, mlp)
+                grad_rows = gemms.linear_grad_rows(inputs_of_w1, with_copies(own.w1, in_slots.w1), ends)
                 clear_unused_rows(ends, grad_rows, grad_row_weights)
                 used_beside.append(grad_rows)
                 sums = CombineRequest(
@@ -218,18 +240,20 @@ class _BalancedMlp(Function):
             back = _Once(to_tokens if any(ctx.needs_input_grad[:2]) else None)
 
             def write(out: Parameters, accumulate: bool) -> None:
-                row_grads = RowGrads(grad_results, grad_hidden)
-                inputs = [(saved._replace(activated=activated_rows(saved, mlp.activation)), row_grads)]
-                slot_grads = _in_order(own, slots.gradients)
+                # These serve the gradients in slots, and then those of own experts.
+                rows, activated = dequantized_rows(saved), activated_rows(saved, mlp.activation)
+                row_grads, for_w2 = RowGrads(grad_results, grad_hidden), saved._replace(activated=activated)
+                inputs = [(for_w2._replace(rows=rows, scales=None), row_grads)]
+                slot_grads = gradients_in_slots(parameters, slots)
                 held = copies[buffer.rank]
-                write_parameter_grads(inputs, mlp.activation, slot_grads, False, first_expert=len(own.w1), held=held)
+                write_parameter_grads(inputs, mlp.activation, slot_grads, False, first_expert=num_own, held=held)
                 side.follow_main()
                 with side.current():
                     side.collective(balancer.barrier)  # all ranks have written the gradients in their slots
 
                 def pull(**gradients: ExpertMatrices | None) -> None:
                     side.follow_main()
-                    names = [name for name, matrices in own._asdict().items() if matrices is not None]
+                    names = [name for name, matrices in parameters._asdict().items() if matrices is not None]
                     with side.current():
                         balancer.pull(slots, copies, [gradients.get(name) for name in names])
 
@@ -237,8 +261,9 @@ class _BalancedMlp(Function):
                 # of w2, the smaller one, has nothing beside it.
                 write_first_grads(inputs, out, accumulate)
                 pull(w1=out.w1, b1=out.b1)
+                del rows, inputs  # before gradients of rows need as much memory
                 back.run()
-                write_second_grads(inputs, mlp.activation, out, accumulate)
+                write_second_grads([(for_w2, row_grads)], mlp.activation, out, accumulate)
                 pull(w2=out.w2, b2=out.b2)
                 side.main_waits()
 
@@ -306,11 +331,11 @@ class _SideStream:
         """Make it the current stream."""
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
-    def push(self, balancer: Balancer, slots: Slots, copies: Tensor, own: Parameters) -> None:
+    def push(self, balancer: Balancer, slots: Slots, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         """Push the weights of copies, behind all that the main stream has been given so far."""
         self.follow_main()
         with self.current():
-            balancer.push(slots, copies, _given(own))
+            balancer.push(slots, copies, weights)
 
     def follow_main(self) -> None:
         """Let the side stream wait for all that the main stream has been given so far."""

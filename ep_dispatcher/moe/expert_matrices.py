@@ -66,7 +66,7 @@ class QuantizedMatrices(NamedTuple):
     """Quantized matrices [n, k], one per expert, and their transposed copies. All may lie anywhere in memory.
 
     The scales of an expert are float32 [ceil(n / 128), ceil(k / 128)], and may have further columns that nobody reads.
-    The scales of all experts have the same strides.
+    The scales of all experts have the same strides. Each field may be WithCopies.
     """
 
     rows: ExpertMatrices  # float8_e4m3fn [n, k] each, contiguous
@@ -77,3 +77,14 @@ class QuantizedMatrices(NamedTuple):
     def t(self) -> QuantizedMatrices:
         """Return the transposed matrices. Nothing is copied."""
         return QuantizedMatrices(self.transposed, self.transposed_scales, self.rows, self.scales)
+
+    def with_copies(self, copies: QuantizedMatrices) -> QuantizedMatrices:
+        """Return these matrices, and behind them those of redundant copies."""
+        return QuantizedMatrices(*map(WithCopies, self, copies))
+
+    def split(self) -> list[QuantizedMatrices]:
+        """Return what `with_copies` has joined. Other matrices are returned alone."""
+        if not isinstance(self.rows, WithCopies):
+            return [self]
+        fields: list[Any] = [*self]
+        return [QuantizedMatrices(*(one.own for one in fields)), QuantizedMatrices(*(one.copies for one in fields))]

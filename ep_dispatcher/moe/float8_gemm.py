@@ -20,6 +20,7 @@ activations may differ from those by one step.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,20 +58,27 @@ def linear(
     ends: Tensor,
     bias: ExpertMatrices | None = None,
     row_weights: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    first_expert: int = 0,
 ) -> Tensor:
     """Return bfloat16 [num_rows, n]: rows [num_rows, k] times weights[e] [n, k], plus bias[e].
 
-    The bias is that of grouped_gemm.linear. pair: rows and scales, float32 [num_rows, ceil(k / 128)]
+    pair: rows and scales, float32 [num_rows, ceil(k / 128)]. All other arguments are those of grouped_gemm.linear
     """
     rows, scales = pair
-    out = rows.new_empty(rows.shape[0], matrix_shape(weights.rows)[0], dtype=torch.bfloat16)
+    if out is None:
+        out = rows.new_empty(rows.shape[0], matrix_shape(weights.rows)[0], dtype=torch.bfloat16)
     if has_kernels(rows):
-        options = dict(bias=stack_bias(bias), row_weights=row_weights, scales=scales, weight_scales=weights.scales)
-        grouped_gemm.kernels().multiply(rows, weights.rows, ends, out, transposed=True, **options)
+        options: dict[str, Any] = dict(bias=stack_bias(bias), row_weights=row_weights, scales=scales)
+        for part in weights.split():  # one launch reads the scales of one part
+            options |= dict(weight_scales=part.scales, first_expert=first_expert)
+            grouped_gemm.kernels().multiply(rows, part.rows, ends, out, transposed=True, **options)
+            first_expert += len(part.rows)
         return out
-    for expert, expert_rows in rows_by_expert(ends):
-        weight = weights.rows[expert]
-        weight_scales = weights.scales[expert].repeat_interleave(BLOCK, 0)[: weight.shape[0]]
+    for i, (expert, expert_rows) in zip(range(len(weights.rows)), rows_by_expert(ends, first_expert)):
+        weight = weights.rows[i]
+        weight_scales = weights.scales[i].repeat_interleave(BLOCK, 0)[: weight.shape[0]]
         total = _scaled_product(rows[expert_rows], scales[expert_rows], weight, weight_scales)
         if bias is not None:
             total += weighted_bias(bias, expert, expert_rows, row_weights)
@@ -78,9 +86,16 @@ def linear(
     return out
 
 
-def linear_grad_rows(pair: tuple[Tensor, Tensor], weights: QuantizedMatrices, ends: Tensor) -> Tensor:
+def linear_grad_rows(
+    pair: tuple[Tensor, Tensor],
+    weights: QuantizedMatrices,
+    ends: Tensor,
+    *,
+    out: Tensor | None = None,
+    first_expert: int = 0,
+) -> Tensor:
     """Return bfloat16 [num_rows, k], the gradient of `linear`'s dequantized rows. pair: the gradient of its result"""
-    return linear(pair, weights.t(), ends)
+    return linear(pair, weights.t(), ends, out=out, first_expert=first_expert)
 
 
 def _scaled_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor) -> Tensor:

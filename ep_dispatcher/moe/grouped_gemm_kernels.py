@@ -120,7 +120,8 @@ def multiply(
 ) -> None:
     """out[r] = rows[r] @ weights[e].T + row_weights[r] * bias[e], or rows[r] @ weights[e] where not `transposed`.
 
-    scales, weight_scales: those of float8 rows and weights, as in float8_gemm; only with `transposed`
+    scales, weight_scales: those of float8 rows and weights, as in float8_gemm; only with `transposed`, and not with
+    copies behind the weights
     first_expert: the expert of weights[0]. Only rows of the experts that weights has are computed. There are few of
     them unless it is 0
     """
@@ -246,6 +247,49 @@ def _products(
     return total
 
 
+@triton.jit
+def _scaled_products(
+    rows,
+    weights,
+    shift,
+    scales,
+    weight_scales,
+    scale_addresses,
+    weight_scale_step,
+    weight_scale_stride,
+    expert,
+    row,
+    column,
+    end,
+    length,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Return a tile of products of float8 operands, times their scales. `expert`: its number among weight_scales"""
+    tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step has one scale of a weight")
+    row_m = row + tl.arange(0, BLOCK_M)
+    inside_m = row_m < end
+    if scale_addresses is None:  # one tensor of all experts
+        weight_scale = weight_scales + expert * weight_scale_step
+    else:
+        weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype)
+    weight_scale += column // BLOCK * weight_scale_stride
+    row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, length, BLOCK_K):
+        a = rows.load([row, k])
+        if TRANSPOSED:
+            b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
+        part = tl.dot(a, b)
+        factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
+        total += part * factor[:, None]
+    return total
+
+
 # Numbers that change from step to step must not cause a compilation.
 @triton.jit(
     do_not_specialize=[
@@ -305,7 +349,28 @@ def _multiply(
             i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
             row, column = begin + i * BLOCK_M, j * BLOCK_N
             shift = first + expert * step if shifts is None else tl.load(shifts + expert)
-            total = _products(rows, weights, shift, row, column, length, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+            if scales is not None:
+                total = _scaled_products(
+                    rows,
+                    weights,
+                    shift,
+                    scales,
+                    weight_scales,
+                    scale_addresses,
+                    weight_scale_step,
+                    weight_scale_stride,
+                    expert,
+                    row,
+                    column,
+                    end,
+                    length,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TRANSPOSED,
+                )
+            else:
+                total = _products(rows, weights, shift, row, column, length, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
             _store_tile(
                 total, out, bias, row_weights, first_expert + expert, row, column, end, columns, BLOCK_M, BLOCK_N
             )
@@ -316,27 +381,27 @@ def _multiply(
         i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
         row, column = begin + i * BLOCK_M, j * BLOCK_N
         if scales is not None:
-            tl.static_assert(copies is None, "no copies have scales")
-            tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step has one scale of a weight")
-            row_m = row + tl.arange(0, BLOCK_M)
-            inside_m = row_m < end
-            if scale_addresses is None:  # one tensor of all experts
-                weight_scale = weight_scales + expert * weight_scale_step
-            else:
-                weight_scale = tl.load(scale_addresses + expert).to(weight_scales.dtype)
-            weight_scale += column // BLOCK * weight_scale_stride
-            row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
+            tl.static_assert(copies is None, "copies have scales of their own, so they have a launch of their own")
             shift = first + expert * step if shifts is None else tl.load(shifts + expert)
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(0, length, BLOCK_K):
-                a = rows.load([row, k])
-                if TRANSPOSED:
-                    b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
-                else:
-                    b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
-                part = tl.dot(a, b)
-                factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
-                total += part * factor[:, None]
+            total = _scaled_products(
+                rows,
+                weights,
+                shift,
+                scales,
+                weight_scales,
+                scale_addresses,
+                weight_scale_step,
+                weight_scale_stride,
+                expert,
+                row,
+                column,
+                end,
+                length,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                TRANSPOSED,
+            )
         else:
             if copies is None or expert < num_own:
                 shift = first + expert * step if shifts is None else tl.load(shifts + expert)

@@ -285,7 +285,7 @@ def write_first_grads(
     """Write the gradients of w1 and b1, as write_parameter_grads does."""
     options: dict[str, Any] = dict(accumulate=accumulate, first_expert=first_expert)
     grouped_gemm.linear_grad_weights(
-        [(grads.grad_hidden, _dequantized_rows(saved), saved.ends) for saved, grads in sets],
+        [(grads.grad_hidden, dequantized_rows(saved), saved.ends) for saved, grads in sets],
         out.w1,
         held=held,
         **options,
@@ -325,7 +325,7 @@ def activated_rows(saved: SavedForward, activation: Activation) -> Tensor:
     return grouped_gemm.activate(saved.hidden, saved.row_weights, saved.ends, activation)
 
 
-def _dequantized_rows(saved: SavedForward) -> Tensor:
+def dequantized_rows(saved: SavedForward) -> Tensor:
     """Return the inputs of the first GEMM."""
     if saved.scales is None:
         return saved.rows

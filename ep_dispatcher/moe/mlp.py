@@ -133,18 +133,19 @@ def moe_mlp(
     parameters = Parameters(w1, w2, b1, b2)
     options: dict[str, Any] = dict(activation=activation, keep_activated=keep_activated)
     if buffer.redundant_experts_per_rank:
-        _check_balanced(is_eager, num_parts, quantize)
+        _check_balanced(is_eager, num_parts)
         # Slots copy the memory of each expert as it lies.
         b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
         parameters = Parameters(w1.contiguous(), w2.contiguous(), b1, b2)
-        with torch.cuda.device_of(x):
-            return balanced_mlp(buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, **options)
-    if has_kernels or quantize is not None or (is_eager and num_parts > 1):
+    if buffer.redundant_experts_per_rank or has_kernels or quantize is not None or (is_eager and num_parts > 1):
         with torch.cuda.device_of(x):
             if quantize is not None:
                 options["float8"] = float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
-            inputs = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, num_parts
-            return overlapping.mlp_in_parts(*inputs, overlap=overlap, quantize=quantize, **options)
+            if buffer.redundant_experts_per_rank:
+                inputs = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows
+                return balanced_mlp(*inputs, quantize=quantize, **options)
+            in_parts = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, num_parts
+            return overlapping.mlp_in_parts(*in_parts, overlap=overlap, quantize=quantize, **options)
     padded_parameters = pad_parameters(parameters, activation.pair)
 
     def run_experts(dispatched: Sequence[DispatchOutput]) -> Sequence[Tensor]:
@@ -167,15 +168,13 @@ def _check_quantize(
         checks.refuse(f"quantize is {given}, but needs torch.bfloat16 and, on a GPU, multiples of {LINE_BYTES}")
 
 
-def _check_balanced(is_eager: bool, num_parts: int, quantize: str | None) -> None:
+def _check_balanced(is_eager: bool, num_parts: int) -> None:
     """Refuse what does not go with redundant experts."""
     given = "buffer has redundant experts, which"
     if not is_eager:
         checks.refuse(f"{given} cannot run where something looks at operators, as torch.compile does")
     if num_parts > 1:
         checks.refuse(f"{given} run in one part, but num_parts is {num_parts}")
-    if quantize is not None:
-        checks.refuse(f"{given} have bfloat16, float16 or float32 weights, but quantize is {quantize!r}")
 
 
 def check_options(buffer: Buffer, intermediate: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,16 @@ HIDDEN, NUM_TOPK, EXPERTS_PER_RANK = 32, 3, 3
 
 
 def make_skewed_case(
-    num_ranks: int, ranks_per_node: int, dtype: torch.dtype = torch.float32, *, tokens: str = "uneven", seed: int = 3
+    num_ranks: int,
+    ranks_per_node: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tokens: str = "uneven",
+    seed: int = 3,
+    hidden: int = HIDDEN,
 ) -> tuple[Case, Inputs]:
     """The first experts are the most popular, and a seventh of the choices is -1."""
-    sizes = dict(num_topk=NUM_TOPK, experts_per_rank=EXPERTS_PER_RANK, hidden=HIDDEN, tokens=tokens)
+    sizes = dict(num_topk=NUM_TOPK, experts_per_rank=EXPERTS_PER_RANK, hidden=hidden, tokens=tokens)
     case = Case(num_ranks, ranks_per_node, dtype, **sizes)
     inputs = make_inputs(dataclasses.replace(case, routing="skewed"))
     inputs.x[:] = [normal(x.shape, 20 + seed + rank, dtype) for rank, x in enumerate(inputs.x)]

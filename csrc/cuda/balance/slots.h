@@ -12,7 +12,9 @@
 
 namespace ep::cuda {
 
-constexpr int kMaxSlotParameters = 8;  // parameters of an expert: they are arguments of a kernel
+// Parameters of an expert, which are arguments of a kernel. Quantized experts have 10: values and scales of two
+// matrices, these transposed, and two biases.
+constexpr int kMaxSlotParameters = 16;
 
 // The slots of a node, as one rank sees them. Written by the host.
 struct NodeSlots {
