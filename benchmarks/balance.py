@@ -66,7 +66,7 @@ class Case(NamedTuple):
     ranks: int
     ranks_per_node: int
     engine: str
-    quantize: QuantizeBlocks | None
+    quantize: QuantizeBlocks | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
