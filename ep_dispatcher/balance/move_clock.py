@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class MoveClock:
         self._sums: defaultdict[int, Counter[Move]] = defaultdict(Counter)  # by call
         self._under_way: deque[_Timed] = deque()
         self._unused: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._reading = threading.Lock()
 
     @contextmanager
     def measure(self, move: Move) -> Iterator[None]:
@@ -71,11 +73,12 @@ class MoveClock:
         return found["push"], found["pull"]
 
     def _read_events(self) -> None:
-        """Add up the moves that have ended. The host does not wait."""
-        while self._under_way and self._under_way[0].end.query():
-            move, call, begin, end = self._under_way.popleft()
-            self._sums[call][move] += round(begin.elapsed_time(end) * 1e6)  # of milliseconds
-            self._unused.append((begin, end))
+        """Add up the moves that have ended. The host does not wait. The thread of a backward may be here too."""
+        with self._reading:
+            while self._under_way and self._under_way[0].end.query():
+                move, call, begin, end = self._under_way.popleft()
+                self._sums[call][move] += round(begin.elapsed_time(end) * 1e6)  # of milliseconds
+                self._unused.append((begin, end))
 
 
 def _timing_event() -> torch.cuda.Event:
