@@ -24,7 +24,7 @@ from lib.megatron_layer import (
 from lib.megatron_main_grad import IN_BUCKETS, ddp_of, iterations
 from torch.nn.modules import module as torch_module
 
-from ep_dispatcher.integrations.megatron.grouped_experts.experts import is_grouped
+from ep_dispatcher.integrations.megatron.grouped_experts.experts import decide_grouped
 
 EP2 = Layout(ep=2)
 
@@ -203,9 +203,9 @@ def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str)
             for _ in range(2):
                 with changed(layer, change, rank):
                     assert_agree(outcome(layer, x), wanted, change.__name__)
-                    assert is_grouped(layer.experts) is (rank == 0), change
+                    assert decide_grouped(layer.experts) is (rank == 0), change
                 assert_agree(outcome(layer, x), before, change.__name__)
-                assert is_grouped(layer.experts)
+                assert decide_grouped(layer.experts)
             early = make(config, 4)
             with changed(early, change, rank):
                 assert_agree(outcome(early, x), wanted, f"{change.__name__} before the first pass")
@@ -238,7 +238,7 @@ def test_further_changes_give_what_megatrons_experts_so_changed_give(rank: int, 
             assert_agree(outcome(layer, x), before)
             change(None, owner_of(layer))
             assert_agree(outcome(layer, x), wanted, change.__name__)
-            assert is_grouped(layer.experts) is (change is new_parameter), change
+            assert decide_grouped(layer.experts) is (change is new_parameter), change
 
 
 @on_ranks()
@@ -259,11 +259,11 @@ def test_another_expert_in_the_list_is_seen(rank: int):
         layer.experts.local_experts[1] = other
         got = outcome(layer, x)
         assert_agree(got, outcome(reference, x))
-        assert is_grouped(layer.experts) and not torch.equal(got["output"], wanted["output"])
+        assert decide_grouped(layer.experts) and not torch.equal(got["output"], wanted["output"])
         patch.setattr(MLP, "forward", lambda self, *given, **options: doubled(old(self, *given, **options)))
         wanted = outcome(reference, x)
         assert_agree(outcome(layer, x), wanted)
-        assert not is_grouped(layer.experts)
+        assert not decide_grouped(layer.experts)
 
 
 @on_ranks()
@@ -272,9 +272,9 @@ def test_a_quantization_that_is_set_later_is_seen(rank: int):
         layer = make_grouped_layer(make_config(**GROUPED))
         outcome(layer, tokens_of(rank))
         layer.experts.linear_fc1.te_quant_params = object()
-        assert not is_grouped(layer.experts)
+        assert not decide_grouped(layer.experts)
         layer.experts.linear_fc1.te_quant_params = None
-        assert is_grouped(layer.experts)
+        assert decide_grouped(layer.experts)
 
 
 @on_ranks()

@@ -84,7 +84,7 @@ def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int, 
         layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (16, 17)]
         layers += [make_layer(make_config("alltoall"), number) for number in (18, 19)]
         layers[17].config.fine_grained_activation_offloading, layers[17].config.offload_modules = True, ["moe_act"]
-        assert [experts.is_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
+        assert [experts.decide_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
         line = said(printed)
     head, _, others = line.partition(". Megatron's own way: ")
     assert rank > 0 or head.startswith("ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs (")
@@ -101,7 +101,7 @@ def test_clamped_swiglu_runs_where_megatrons_fused_one_clamps_too(rank: int, mon
     with switched_on():
         layer = make_grouped_layer(make_config(**GROUPED))
         clamp_fused(layer)
-        assert experts.is_grouped(layer.experts)
+        assert experts.decide_grouped(layer.experts)
 
 
 @on_ranks()

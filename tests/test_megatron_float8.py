@@ -479,7 +479,7 @@ def test_layers_are_named_with_their_reasons(rank: int):
         for number in (2, 3, 18, 19):
             layers.append(make_float8_layer(number, dispatcher="alltoall", **bfloat16))
         layers[-1].config.fp8_recipe = "tensorwise"
-        grouped = [experts.is_grouped(layer.experts) for layer in layers]
+        grouped = [experts.decide_grouped(layer.experts) for layer in layers]
         ones = [experts.experts_of(layer.experts) for layer in layers]
         line = said(printed)
     assert grouped == [False] * 10 + [True] * 4
@@ -493,7 +493,7 @@ def test_layers_are_named_with_their_reasons(rank: int):
         assert others.split("; ") == wanted, others
     with in_float8(), environment(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"):
         layer = make_float8_layer(dispatcher="alltoall")
-        assert not experts.is_grouped(layer.experts)
+        assert not experts.decide_grouped(layer.experts)
         assert experts.experts_of(layer.experts).why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
 
 

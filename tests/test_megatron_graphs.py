@@ -32,7 +32,7 @@ from lib.megatron_main_grad import ddp_of, iterations, main_grads
 
 from ep_dispatcher import te_version
 from ep_dispatcher.integrations.megatron.dispatcher import buffers, graphs, megatron_config, registration, skipped_step
-from ep_dispatcher.integrations.megatron.grouped_experts.experts import experts_of, is_grouped
+from ep_dispatcher.integrations.megatron.grouped_experts.experts import decide_grouped, experts_of
 from ep_dispatcher.moe import grouped_gemm
 
 FACTOR = "--ep-dispatcher-rank-capacity-factor"
@@ -326,7 +326,7 @@ def test_hooks_of_transformer_engines_warm_up_do_not_count(rank: int):
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
-            assert is_grouped(layer.experts) and experts_of(layer.experts).why_no_overlap is None
+            assert decide_grouped(layer.experts) and experts_of(layer.experts).why_no_overlap is None
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------

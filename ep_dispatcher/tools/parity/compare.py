@@ -206,7 +206,7 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
 def _how_experts_ran(module: torch.nn.Module) -> str:
     from ep_dispatcher.integrations.megatron.grouped_experts import experts
 
-    grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(module) else ""
+    grouped = " in grouped GEMMs, the activation in float32" if experts.decide_grouped(module) else ""
     in_float8 = ", in FP8" if experts.is_float8(module) else ""
     return grouped + in_float8
 

@@ -134,7 +134,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         _record_use(self.topk_idx)
         num_parts_of_experts, quantize, alignment = 0, None, self.expert_alignment
         if self.experts is not None:
-            self._is_grouped = self.experts.is_grouped()
+            self._is_grouped = self.experts.decide_grouped()
             quantize = self.experts.quantize_blocks()
             alignment = alignment if quantize is None else 1  # experts in grouped GEMMs need none
             num_parts_of_experts = self.experts.num_parts_of_dispatch(self.buffer, alignment)

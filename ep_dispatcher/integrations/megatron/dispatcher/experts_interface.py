@@ -30,8 +30,8 @@ class GroupedExperts(Protocol):
 
     can_take_quantized: bool  # whether they accept a QuantizedInput
 
-    def is_grouped(self) -> bool:
-        """Return whether they run in grouped GEMMs in this pass, which read counts on the device."""
+    def decide_grouped(self) -> bool:
+        """Decide whether they run in grouped GEMMs in this pass, which read counts on the device, and return it."""
 
     def quantize_blocks(self) -> QuantizeBlocks | None:
         """Return how the dispatch of this pass quantizes. The first call may be collective."""

@@ -110,8 +110,11 @@ class Experts(MegatronExperts):
             return False
         return self._must_decide_again or not self._decided_from.is_current()
 
-    def is_grouped(self) -> bool:
-        """Return whether they run in grouped GEMMs now. Print changes. The first call decides for all layers."""
+    def decide_grouped(self) -> bool:
+        """Decide whether they run in grouped GEMMs now, and return it. Print changes.
+
+        The first call decides for all layers.
+        """
         if self._decided_from is None:
             _decide_all()
         elif self.config.fp8 and not self.wants_float8() and float8.is_entered():
@@ -138,7 +141,7 @@ class Experts(MegatronExperts):
         if getattr(self.config, "moe_apply_probs_on_input", False):  # top-k is 1, so a token has one
             rows, probs = (rows * probs.view(-1, 1)).to(rows.dtype), torch.ones_like(probs)
         parameters = self._parameters
-        assert parameters is not None  # since is_grouped was true
+        assert parameters is not None  # since decide_grouped was true
         take_grads, anchor = self.gradients.take(self, parameters, runs_dispatch=isinstance(counts, PendingDispatch))
         recomputes = self.config.recompute_granularity == "selective" and "moe_act" in self.config.recompute_modules
         options: dict[str, Any] = dict(take_grads=take_grads, anchor=anchor, keep_activated=not recomputes)
@@ -180,7 +183,7 @@ class Experts(MegatronExperts):
     def num_parts_of_dispatch(self, buffer: ep.Buffer, alignment: int) -> int:
         """Return the parts of the tokens in which they run dispatch and combine themselves; 0: the dispatcher does.
 
-        Call ``is_grouped`` first, because it sees changes.
+        Call ``decide_grouped`` first, because it sees changes.
 
         In one part each rank decides for itself. The operations are the same either way, provided that the dispatcher
         aligns no rows. For two parts the first call is collective. All ranks have to want the overlap, and a hook on
@@ -252,14 +255,14 @@ def experts_of(module: Module) -> Experts | None:
     return vars(module).get("ep_dispatcher")
 
 
-def is_grouped(module: Module) -> bool:
-    """Return whether this experts module runs in grouped GEMMs now. Print changes."""
+def decide_grouped(module: Module) -> bool:
+    """Decide whether this experts module runs in grouped GEMMs now, and return it. Print changes."""
     one = experts_of(module)
-    return one is not None and one.is_grouped()
+    return one is not None and one.decide_grouped()
 
 
 def is_float8(module: Module) -> bool:
-    """Return whether this experts module runs in grouped GEMMs in FP8. Call ``is_grouped`` first."""
+    """Return whether this experts module runs in grouped GEMMs in FP8. Call ``decide_grouped`` first."""
     one = experts_of(module)
     return one is not None and one.why_not is None and one.is_float8
 

@@ -23,7 +23,7 @@ def wrap_experts_forward(old: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
         ours = experts_of(experts)
-        if ours is not None and not rest and not options and ours.is_grouped():
+        if ours is not None and not rest and not options and ours.decide_grouped():
             return ours.forward(rows, tokens_per_expert, permuted_probs)
 
         def run(rows, counts, probs):
