@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda
-from ep_dispatcher.balance.slot_layout import Homes, Piece
-from ep_dispatcher.balance.slot_memory import PULL_BLOCKS, PUSH_BLOCKS
+from ep_dispatcher.balance.slot_layout import PULL_BLOCKS, PUSH_BLOCKS, Homes, Piece
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda.regions import PeerRegions
 from ep_dispatcher.engines.cuda.streams import free_when_idle, wait_for_device

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ep_dispatcher.memory import round_up
 
+# Blocks of the kernels: few, as grouped GEMMs run beside them, and enough to fill NVLink (csrc/cuda/balance/slots.cu).
+PUSH_BLOCKS, PULL_BLOCKS = 24, 32
 ALIGNMENT = 128  # bytes: every tensor of a slot begins at a multiple
 Shape = tuple[int, ...]
 

@@ -15,8 +15,6 @@ from ep_dispatcher.balance.cpu_slots import CpuSlots
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.gather import Gather, History
 
-# Blocks of the kernels: few, as grouped GEMMs run beside them, and enough to fill NVLink (csrc/cuda/balance/slots.cu).
-PUSH_BLOCKS, PULL_BLOCKS = 24, 32
 SlotMemory = CpuSlots | Any  # or CudaSlots, which has the same methods, and whose module needs the CUDA engine
 
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 512;
 // 16-byte loads that a thread has under way. A block has 64 KiB on their way in a push, and in a pull 32 KiB from
-// peers. NVLink needs about 1 MB a GPU: some 20 or 30 blocks (cuda_slots.py), which leave room for the GEMMs beside
+// peers. NVLink needs about 1 MB a GPU: some 20 or 30 blocks (slot_layout.py), which leave room for the GEMMs beside
 // them.
 constexpr int kPushLoads = 8, kPullLoads = 4;
 

@@ -95,7 +95,7 @@ __device__ inline void push_copies(const Op<K>& op, const Params& params, Share 
   const Metadata metadata = metadata_of_caller(op, params);
   const uint32_t own = 1u << op.context.local;  // staged metadata have one place
   Targets targets(op, params);
-  stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy& copy) {
+  stage_parts(op, metadata, share, chunks, [&](const Share& at, const auto& copy) {
     targets.load(at.token);
     const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes) + lane;
     uint32_t to = targets.pushes ? ~0u : targets.find(at.token);
@@ -136,7 +136,7 @@ __device__ void push_quantized(const Op<K>& op, const Params& params, Share shar
     next.load(row, at.part, num_vectors);
   };
   load(share);
-  stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy& copy) {
+  stage_parts(op, metadata, share, chunks, [&](const Share& at, const auto& copy) {
     const RowPart part = next;
     const uint32_t to = targets.find(at.token);
     load(at.next());

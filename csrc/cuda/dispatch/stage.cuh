@@ -80,7 +80,9 @@ struct Metadata {
 };
 
 // One token's scales and weights on their way to its metadata, in registers. They go with the first part of the row:
-// loaded before it and stored after it, so that all loads overlap.
+// loaded before it and stored after it, so that all loads overlap. With kClears values that are not loaded are 0: then
+// the compiler needs fewer registers where few are left, and otherwise more.
+template <bool kClears>
 struct MetadataCopy {
   static constexpr int kTogether = 2;  // scales of a lane: all of them up to 64 scales, 8192 elements
 
@@ -96,8 +98,11 @@ struct MetadataCopy {
         num_weights(share.part == 0 ? metadata.num_weights : 0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i)
+    for (int i = 0; i < kTogether; ++i) {
+      if (kClears) scales[i] = 0;
       if (lane + 32 * i < num_scales) scales[i] = __ldg(from_scales() + lane + 32 * i);
+    }
+    if (kClears) weight = 0;
     if (lane < num_weights) weight = __ldg(metadata.from_weights + static_cast<size_t>(token) * num_weights + lane);
   }
 
@@ -131,7 +136,7 @@ __device__ void stage_parts(const Op<K>& op, const Metadata& metadata, Share sha
 #pragma unroll 1
   for (; share.has_part(); share = share.next()) {
     chunks.finish_before(share.token >> log_token_chunk);
-    const MetadataCopy copy(metadata, share);
+    const MetadataCopy<K == Kernels::kDirect> copy(metadata, share);
     stage_part(share, copy);
   }
   chunks.finish_before(chunks.num_chunks);
@@ -165,7 +170,7 @@ __device__ inline void stage_copies(const Op<K>& op, const DispatchParams& param
   const uint32_t row_bytes = params.args.row_bytes;
   const Staging staging(op, params);
   const Metadata metadata(params.args, params.args.topk_weights, op.context.config.num_topk, params.weights_at);
-  stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy& copy) {
+  stage_parts(op, metadata, share, chunks, [&](const Share& at, const auto& copy) {
     if (params.stages_rows) {
       const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes);
       copy_words<uint4, kTogether>(reinterpret_cast<uint4*>(staging.row_of(at.token)), row, row_bytes);
@@ -189,7 +194,7 @@ __device__ void stage_quantized(const Op<K>& op, const DispatchParams& params, S
     if (at.has_part()) next.load(row, at.part, num_vectors);
   };
   load(share);
-  stage_parts(op, metadata, share, chunks, [&](const Share& at, const MetadataCopy& copy) {
+  stage_parts(op, metadata, share, chunks, [&](const Share& at, const auto& copy) {
     const RowPart part = next;
     load(at.next());
     const RowPart::Quantized quantized = part.quantize<kMx>(powers_of_two);

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks
-from ep_dispatcher.balance.slot_memory import PULL_BLOCKS
+from ep_dispatcher.balance.slot_layout import PULL_BLOCKS
 from ep_dispatcher.integrations.deep_ep.config import warn_ignored, warn_once
 from ep_dispatcher.integrations.deep_ep.elastic_base import WIRE, ElasticBase, Previous, Received, unsupported
 from ep_dispatcher.integrations.deep_ep.elastic_handle import EPHandle
