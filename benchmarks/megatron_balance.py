@@ -50,6 +50,7 @@ from ep_dispatcher.tools.benchmark.harness import make_parser, number, table
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks, largest_over_ranks, sum_over_ranks
 from ep_dispatcher.tools.benchmark.suite import BACKENDS
+from ep_dispatcher.tools.testing import balance_so_far
 
 CASES = ["8192x2048x128x768x4", "4096x7168x128x2048x2"]
 HEAD, VOCABULARY, SEED = 128, 1024, 3
@@ -408,7 +409,7 @@ def look_at_buffer(model: nn.Module, case: Case, side: Side, batches: list[tuple
     buffer.check()
     turn.buffer_bytes = bytes_of(buffer.config, buffer.engine, max(default_sms(buffer.config.num_sms).values())).total
     if side.has_copies:
-        found = buffer.stats().balance
+        found = balance_so_far(buffer)
         turn.imbalance = found.imbalance_before, found.imbalance_after
         turn.copies = found.num_copies / found.num_microbatches
         turn.slot_bytes = buffer.balancer().slot_bytes

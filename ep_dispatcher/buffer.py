@@ -454,6 +454,8 @@ class Buffer(BufferSizes):
     def dispatch_wait_ns(self) -> Tensor | None:
         """Nanoseconds that dispatches have waited for each rank: int64 [num_ranks] on the engine's device, or None.
 
+        With redundant experts also those that gathers of counts and barriers have waited.
+
             buffer.dispatch_wait_ns = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
             buffer.combine_wait_ns = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
             ...                                     # from now on every operation adds to them, also in backwards

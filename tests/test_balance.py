@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from conftest import exhaustive, on_ranks
 from lib.autograd import normal
-from lib.balance import EXPERTS_PER_RANK, HIDDEN, NUM_TOPK, balance_so_far, fullest_over_mean, make_skewed_case
+from lib.balance import EXPERTS_PER_RANK, HIDDEN, NUM_TOPK, fullest_over_mean, make_skewed_case
 from lib.dispatch_combine import make_buffer
 from lib.errors import assert_refused
 from lib.experts import (
@@ -31,7 +31,7 @@ from ep_dispatcher.balance.planner import count_choices, plan_copies, rewrite
 from ep_dispatcher.errors import DisagreementError
 from ep_dispatcher.request import CombineRequest, DispatchRequest
 from ep_dispatcher.statistics import NUM_PLAN_SUMS
-from ep_dispatcher.tools.testing import device_of
+from ep_dispatcher.tools.testing import balance_so_far, device_of
 
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 

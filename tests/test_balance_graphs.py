@@ -4,12 +4,12 @@ import pytest
 import torch
 from conftest import exhaustive, on_ranks
 from lib.autograd import normal
-from lib.balance import balance_so_far, copies_of_homes, make_skewed_case
+from lib.balance import copies_of_homes, make_skewed_case
 from lib.dispatch_combine import Case, Inputs, make_buffer
 from lib.experts import given_to
 
 import ep_dispatcher as ep
-from ep_dispatcher.tools.testing import same_bits
+from ep_dispatcher.tools.testing import balance_so_far, same_bits
 
 NUM_STEPS = 4
 NAMES = ("y", "x", *(f"{name} of layer {number}" for number in (1, 2) for name in ("topk_weights", "w1", "w2")))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import on, on_ranks
-from lib.balance import balance_so_far, copies_of_homes, make_skewed_case
+from lib.balance import copies_of_homes, make_skewed_case
 from lib.dispatch_combine import make_buffer
 from lib.experts import MAX_TOKENS, given_to
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +16,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.balance import move_clock
 from ep_dispatcher.balance.move_clock import MoveClock
 from ep_dispatcher.balance.slots import Slots
+from ep_dispatcher.tools.testing import balance_so_far
 
 SLOW_S = 0.1
 
@@ -58,7 +59,7 @@ def test_bytes_are_those_of_the_copies_of_own_experts(rank, engine, how, dtype):
 @pytest.mark.parametrize("slow", ["push", "pull"])
 @on_ranks(2)
 def test_times_are_those_of_the_moves(rank, engine, slow):
-    """Each of two pushes, or of the two pulls of a backward (of w2 and of w1), takes a tenth of a second longer."""
+    """Each of two pushes, or of the two pulls of a backward (of w1 and of w2), takes a tenth of a second longer."""
     case, inputs = make_skewed_case(2, 2, torch.bfloat16)
     given = given_to(rank, engine, case, inputs)
     move = getattr(Slots, slow)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import deep_ep_speed
 import float8_experts
 import moe_mlp
+import neighbours
 import pytest
 import torch
 import torch.distributed as dist
@@ -262,3 +263,21 @@ def test_a_run_of_layers():
         [sys.executable, f"{BENCHMARKS}/moe_mlp.py", *options], capture_output=True, text=True, timeout=300, check=True
     )
     assert sum(" exposed" in line for line in run.stdout.splitlines()) == 2 * len(moe_mlp.PASSES), run.stdout
+
+
+# ---- benchmarks/neighbours.py ---------------------------------------------------------------------------------------
+
+
+def test_what_runs_beside_has_the_figures_of_the_slowest_rank(capsys):
+    ranks = [{"alone": 44.0, "beside": 66.0}, {"alone": 45.5, "beside": 60.0}]
+    assert neighbours.report("decode", ranks) == {"alone": 45.5, "beside": 66.0}
+    assert neighbours.report("waiting", [{"copy": 1.02}, {}]) == {"copy": 1.02}, "rank 0 alone measures"
+    printed = capsys.readouterr().out
+    assert "45.5 us" in printed and "1.020" in printed
+
+
+@pytest.mark.skipif(bool(cuda_problem()), reason=f"needs a usable GPU: {cuda_problem()}")
+def test_a_run_of_neighbours(tmp_path):
+    options = ["--ranks", "2", "--rounds", "1", "--only", "decode", "--json", str(tmp_path / "found.json")]
+    subprocess.run([sys.executable, f"{BENCHMARKS}/neighbours.py", *options], timeout=300, check=True)
+    assert len(json.loads((tmp_path / "found.json").read_text())["decode"]) == 4

@@ -97,6 +97,8 @@ class EPDispatcherBackend(EPBackend):
         self.buffer: ep.Buffer | None = None
         self.num_local_experts = args.experts // world_size
         num_sms = os.environ.get("CX_EP_DISPATCHER_NUM_SMS")
+        if num_sms is not None and not num_sms.isdecimal():
+            raise ValueError(f"CX_EP_DISPATCHER_NUM_SMS is {num_sms!r}, allowed: a whole number")
         self.num_sms = None if num_sms is None else int(num_sms)
         self.host_waits = switch("HOST_WAITS", "1", ("0", "1")) == "1"
         self.layout = switch("LAYOUT", "rank", ("rank", "expert"))

@@ -96,7 +96,9 @@ class Balanced:
 
 
 class Balancer:
-    """What ``ep.moe_mlp`` needs of a buffer with redundant experts. All methods but ``free`` are calls of all ranks.
+    """What ``ep.moe_mlp`` needs of a buffer with redundant experts.
+
+    ``balance``, ``barrier`` and the first ``slots_for`` are calls of all ranks.
 
     sizes           what a plan of copies follows from
     smallest_copy   rows: a smaller copy is not made. Set another number on all ranks alike

@@ -42,7 +42,7 @@ class MoveClock:
         self._sums: defaultdict[int, Counter[Move]] = defaultdict(Counter)  # by call
         self._under_way: deque[_Timed] = deque()
         self._unused: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()  # a backward runs in another thread
 
     @contextmanager
     def measure(self, move: Move) -> Iterator[None]:
@@ -50,12 +50,14 @@ class MoveClock:
         if not self._on_gpu:
             began_ns = time.monotonic_ns()
             yield
-            self._sums[self.call][move] += time.monotonic_ns() - began_ns
+            with self._lock:
+                self._sums[self.call][move] += time.monotonic_ns() - began_ns
         elif torch.cuda.is_current_stream_capturing():
             yield
         else:
-            self._read_events()
-            begin, end = self._unused.pop() if self._unused else (_timing_event(), _timing_event())
+            with self._lock:
+                self._read_events()
+                begin, end = self._unused.pop() if self._unused else (_timing_event(), _timing_event())
             begin.record()
             yield
             end.record()
@@ -66,19 +68,19 @@ class MoveClock:
 
         A move that has not ended counts in a later result.
         """
-        self._read_events()
         found: Counter[Move] = Counter()
-        for call in [call for call in self._sums if call < before]:
-            found += self._sums.pop(call)
+        with self._lock:
+            self._read_events()
+            for call in [call for call in self._sums if call < before]:
+                found += self._sums.pop(call)
         return found["push"], found["pull"]
 
     def _read_events(self) -> None:
-        """Add up the moves that have ended. The host does not wait. The thread of a backward may be here too."""
-        with self._reading:
-            while self._under_way and self._under_way[0].end.query():
-                move, call, begin, end = self._under_way.popleft()
-                self._sums[call][move] += round(begin.elapsed_time(end) * 1e6)  # of milliseconds
-                self._unused.append((begin, end))
+        """Add up the moves that have ended. The host does not wait. The caller has the lock."""
+        while self._under_way and self._under_way[0].end.query():
+            move, call, begin, end = self._under_way.popleft()
+            self._sums[call][move] += round(begin.elapsed_time(end) * 1e6)  # of milliseconds
+            self._unused.append((begin, end))
 
 
 def _timing_event() -> torch.cuda.Event:

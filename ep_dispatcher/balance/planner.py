@@ -1,6 +1,7 @@
 """Plans which experts get a copy for one microbatch, and which of their rows go there.
 
-    counts[rank] = count_choices(topk_idx, num_experts)                  on each rank; then all ranks gather the rows
+    counts[rank] = count_choices(topk_idx, num_experts)      on each rank; then all ranks gather the rows. On GPUs of
+                                                             one node Engine.gather_counts does both
     plan = plan_copies(counts, sizes)                                    the same on all ranks
     physical = rewrite(topk_idx, counts, rank, plan, sizes)              instead of topk_idx
 

@@ -6,8 +6,8 @@ gradients of copies move in a side stream, beside the GEMMs of a rank's own expe
     main   plan | dispatch | w1 own | w1 copies, activation, w2 | combine
     side          push       barrier ^
 
-    main   dispatch | w2 own        | w2 copies, activation | dw of copies | dw2  | dw1     | w1      | combine
-    side              push | barrier ^                                       barrier  pull dw2  pull dw1 ^
+    main   dispatch | w2 own        | w2 copies, activation | dw of copies | dw1     | w1       | dw2
+    side              push | barrier ^                                       barrier   pull dw1  combine  pull dw2 ^
 
 ``^`` is where the main stream waits for the side stream. dw are gradients of weights, and w1 stands for the product
 that gives the gradients of rows. A recompute has no plan to make, and pushes where the backward does.
@@ -161,8 +161,7 @@ class _BalancedMlp(Function):
                 request = replace(request, topk_idx=balanced.topk_idx)
                 received = side.collective(engine.dispatch, request)
                 handles.append(new_handle(engine, request, received, copies))
-            with side.current():
-                side.collective(balancer.barrier)
+            side.barrier(balancer)
             row_weights, scales = received.topk_weights, received.scales
             assert row_weights is not None  # as topk_weights was given
             rows = received.rows if scales is None else QuantizedRows(received.rows, scales)
@@ -201,8 +200,7 @@ class _BalancedMlp(Function):
             request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
             grad_results = side.collective(engine.dispatch, request).rows
             side.push(balancer, slots, copies, weights_to_push(parameters, mlp.float8, is_backward=True))
-            with side.current():
-                side.collective(balancer.barrier)
+            side.barrier(balancer)
             inputs_of_w2 = _gemm_inputs(grad_results, ends, mlp)
             grad_activated = gemms.linear_grad_rows(inputs_of_w2, own.w2, ends)
             side.main_waits()
@@ -248,8 +246,7 @@ class _BalancedMlp(Function):
                 held = copies[buffer.rank]
                 write_parameter_grads(inputs, mlp.activation, slot_grads, False, first_expert=num_own, held=held)
                 side.follow_main()
-                with side.current():
-                    side.collective(balancer.barrier)  # all ranks have written the gradients in their slots
+                side.barrier(balancer)  # all ranks have written the gradients in their slots
 
                 def pull(**gradients: ExpertMatrices | None) -> None:
                     side.follow_main()
@@ -330,6 +327,11 @@ class _SideStream:
     def current(self) -> AbstractContextManager[Any]:
         """Make it the current stream."""
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def barrier(self, balancer: Balancer) -> None:
+        """Let what follows in the side stream come after all earlier work of every rank."""
+        with self.current():
+            self.collective(balancer.barrier)
 
     def push(self, balancer: Balancer, slots: Slots, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         """Push the weights of copies, behind all that the main stream has been given so far."""

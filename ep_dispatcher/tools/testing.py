@@ -19,11 +19,15 @@ import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ep_dispatcher import Buffer
+    from ep_dispatcher.statistics import BalanceStats
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 LOOPBACK = "127.0.0.1"
@@ -381,3 +385,16 @@ def make_hot_routing(
     chosen = torch.cat([is_best(score[:, :num_local], wanted), is_best(score[:, num_local:], others)], 1)
     topk_idx = chosen.nonzero()[:, 1].view(num_tokens, num_topk)
     return topk_idx, 1 - _rand(generator, num_tokens, num_topk)
+
+
+def balance_so_far(buffer: Buffer) -> BalanceStats:
+    """Return what ``stats()`` says of balancing since its last result. The host waits for the GPU.
+
+    A copy of the sums is not there at once, so two results may have to be added.
+    """
+    results = [buffer.stats()]
+    if buffer.engine == "cuda":
+        torch.cuda.synchronize()
+        results.append(buffer.stats())
+    found = [one.balance for one in results if one is not None and one.balance is not None]
+    return type(found[0])._make([*(sum(numbers) for numbers in zip(*(one[:-1] for one in found))), found[0].num_ranks])

@@ -4,9 +4,7 @@ import dataclasses
 
 import torch
 
-import ep_dispatcher as ep
 from ep_dispatcher.balance.planner import BalanceSizes, count_choices, plan_copies
-from ep_dispatcher.statistics import BalanceStats
 from lib.autograd import normal
 from lib.dispatch_combine import Case, Inputs, make_inputs
 
@@ -46,13 +44,3 @@ def copies_of_homes(topk_idx: list[torch.Tensor], sizes: BalanceSizes) -> list[i
     experts = plan_copies(counts, sizes).copies[..., 0]
     homes = experts[experts >= 0] // sizes.num_local_experts
     return torch.bincount(homes, minlength=sizes.num_ranks).tolist()
-
-
-def balance_so_far(buffer: ep.Buffer) -> BalanceStats:
-    """What ``stats()`` says of balancing since its last result. On GPUs a copy of the sums is not there at once."""
-    results = [buffer.stats()]
-    if buffer.engine == "cuda":
-        torch.cuda.synchronize()
-        results.append(buffer.stats())
-    found = [one.balance for one in results if one is not None and one.balance is not None]
-    return BalanceStats(*(sum(numbers) for numbers in zip(*(one[:-1] for one in found))), found[0].num_ranks)

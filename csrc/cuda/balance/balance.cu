@@ -1,5 +1,6 @@
-// Planning is one kernel, with a block for each node, whose threads try a threshold each. Rewriting is one kernel: a
-// block for each expert with copies sends all its choices, and the other blocks send the choices of other experts home.
+// Counting is one kernel (gather.cu has one that also sends). Planning is one kernel, with a block for each node, whose
+// threads try a threshold each. Rewriting is one kernel: a block for each expert with copies sends all its choices, and
+// the other blocks send the choices of other experts home.
 #include <algorithm>
 #include <climits>
 

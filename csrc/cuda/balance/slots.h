@@ -12,8 +12,8 @@
 
 namespace ep::cuda {
 
-// Parameters of an expert, which are arguments of a kernel. Quantized experts have 10: values and scales of two
-// matrices, these transposed, and two biases.
+// Parameters of an expert in one launch, whose arguments they are. A pass of ep.moe_mlp has at most 6: values and
+// scales of two matrices, and two biases. DeepEP's programs may have more, which take several launches.
 constexpr int kMaxSlotParameters = 16;
 
 // The slots of a node, as one rank sees them. Written by the host.

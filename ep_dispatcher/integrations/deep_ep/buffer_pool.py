@@ -247,7 +247,7 @@ class BufferPool:
         return buffer
 
     def make_redundant_experts(self, buffer: ep.Buffer, num_bytes: int, planned: str) -> RedundantExperts:
-        """Make memory for redundant experts on all ranks. It lasts until the buffers of the group are destroyed."""
+        """Make memory for redundant experts on all ranks. The caller frees it, or destroy_buffers() does."""
         number = self._num_redundant_experts
         self._num_redundant_experts += 1  # also if it fails: names are used once
         made = RedundantExperts(buffer, num_bytes, planned, number)

@@ -146,7 +146,7 @@ class RedundantExperts:
         self._check("expert_grads", expert_grads, "num_local_experts")
         self._check("redundant_expert_grads", redundant_expert_grads, num_slots)
         if n * torch.float32.itemsize % GRANULARITY or not n:
-            checks.fail("expert_grads", f"[{num_local}, {n}]", "of rows whose bytes are a multiple of 16")
+            checks.fail("expert_grads", f"[{num_local}, {n}]", f"of rows whose bytes are a multiple of {GRANULARITY}")
         begin = self._first_byte("redundant_expert_grads", redundant_expert_grads)
         piece = Piece((n,), torch.float32, begin, n * torch.float32.itemsize)
         return Exchange(self._homes(num_local), redundancy_mapping, [piece], [expert_grads.detach()])
@@ -220,6 +220,8 @@ def _named(argument: str, given: Tensor | Sequence[Tensor]) -> list[tuple[str, T
     """Return tensors with their names in errors."""
     if isinstance(given, Tensor):
         return [(argument, given)]
+    if not isinstance(given, Sequence):
+        checks.fail(argument, f"of type {type(given).__name__}", "a tensor, or a sequence of tensors")
     tensors = [(f"{argument}[{i}]", one) for i, one in enumerate(given)]
     for name, one in tensors:
         if not isinstance(one, Tensor):

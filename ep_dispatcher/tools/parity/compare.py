@@ -63,6 +63,7 @@ from ep_dispatcher.tools.parity.flags import Refused
 from ep_dispatcher.tools.parity.profile import Profile, profile_layer
 from ep_dispatcher.tools.parity.profile import table as profile_table
 from ep_dispatcher.tools.parity.report import Part, Row, Seconds
+from ep_dispatcher.tools.testing import balance_so_far
 
 FLOAT32, UNQUANTIZED = "float32", "without FP8 or FP4"
 say = partial(print, flush=True)
@@ -407,10 +408,8 @@ def _copies(layer, run: Run) -> BalanceStats:
     buffer.stats()  # it begins to count
     for step in range(run.args.steps):
         _forward_only(layer, run, step)
-    buffer.check()  # figures of a GPU are here now
-    stats = buffer.stats()
-    assert stats is not None and stats.balance is not None
-    return stats.balance
+    buffer.check()
+    return balance_so_far(buffer)
 
 
 @torch.no_grad()
