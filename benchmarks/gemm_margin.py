@@ -105,11 +105,13 @@ def gemm_of(name: str) -> Callable[[], object]:
 
 
 @contextlib.contextmanager
-def dispatching(sms: int) -> Iterator[Callable[[], object]]:
+def dispatching(
+    sms: int, tokens: int = TOKENS, hidden: int = HIDDEN, experts: int = EXPERTS
+) -> Iterator[Callable[[], object]]:
     """Yield a dispatch with so many multiprocessors. Collective."""
-    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS)
+    sizes = dict(hidden=hidden, num_experts=experts, num_topk=TOPK, max_tokens_per_rank=tokens)
     with ep.Buffer(engine="cuda", timeout_s=20, num_sms=sms, **sizes) as buffer:
-        x, idx, weights = inputs_of(dist.get_rank(), torch.device("cuda"), TOKENS, HIDDEN, EXPERTS, TOPK)
+        x, idx, weights = inputs_of(dist.get_rank(), torch.device("cuda"), tokens, hidden, experts, TOPK)
         most = most_rows(buffer.dispatch(x, idx, weights))
         yield lambda: buffer.dispatch(x, idx, weights, max_recv_rows=most)
         torch.cuda.synchronize()

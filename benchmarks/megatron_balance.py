@@ -48,7 +48,7 @@ from ep_dispatcher.integrations import megatron as ep_megatron
 from ep_dispatcher.memory import bytes_of, default_sms
 from ep_dispatcher.tools.benchmark.harness import make_parser, number, table
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
-from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks, largest_over_ranks, sum_over_ranks
+from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks, largest_over_ranks, mean_over_ranks, sum_over_ranks
 from ep_dispatcher.tools.benchmark.suite import BACKENDS
 from ep_dispatcher.tools.testing import balance_so_far
 
@@ -422,12 +422,6 @@ def imbalance_of(case: Case, side: Side) -> float:
     of_expert = torch.bincount(mine.flatten(), minlength=routing.experts)
     rows = sum_over_ranks(of_expert.view(routing.ranks, -1).sum(1).tolist())
     return max(rows) * routing.ranks / sum(rows)
-
-
-def mean_over_ranks(values: list[float]) -> list[float]:
-    mean = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(mean)
-    return (mean / dist.get_world_size()).tolist()
 
 
 def synchronize(case: Case) -> None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gemm_margin import dispatching
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.dispatcher.gemm_sm_margin import set_pytorch
@@ -32,7 +32,6 @@ from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.tools.benchmark.cases import inputs_of
 from ep_dispatcher.tools.benchmark.harness import captured, make_parser, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
-from ep_dispatcher.tools.benchmark.ranks import most_rows
 
 TOKENS, HIDDEN, EXPERTS, TOPK, FEW = 4096, 7168, 256, 8, 128
 LATE_S = 0.06  # by which the other ranks come late
@@ -116,18 +115,6 @@ def milliseconds_each(call: Call, times: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
 
 
-@contextmanager
-def dispatching(sms: int) -> Iterator[Call]:
-    """Yield a dispatch of many tokens. Collective."""
-    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS)
-    with ep.Buffer(engine="cuda", timeout_s=20, num_sms=sms, **sizes) as buffer:
-        x, idx, weights = inputs_of(dist.get_rank(), torch.device("cuda"), TOKENS, HIDDEN, EXPERTS, TOPK)
-        most = most_rows(buffer.dispatch(x, idx, weights))
-        yield lambda: buffer.dispatch(x, idx, weights, max_recv_rows=most)
-        torch.cuda.synchronize()
-        buffer.check()
-
-
 def share_of(sms: int) -> float:
     """Return how much longer work takes that is spread over the multiprocessors which a dispatch leaves."""
     has = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -141,7 +128,7 @@ def measure_waiting(rank: int, sms: int, rounds: int) -> dict[str, float]:
     ratios: dict[str, list[float]] = {name: [] for name in todo}
     alone = {name: milliseconds_each(call, 3) for name, call in todo.items()}
     counts = {name: max(3, int(1e3 * WORK_S / ms)) for name, ms in alone.items()}
-    with dispatching(sms) as dispatch:
+    with dispatching(sms, TOKENS, HIDDEN, EXPERTS) as dispatch:
         for _ in range(rounds):
             for name, call in todo.items():
                 torch.cuda.synchronize()
@@ -171,7 +158,7 @@ def measure_moving(rank: int, sms: int, rounds: int) -> dict[str, float]:
     use_gpu(rank)
     todo, side = works(sms), torch.cuda.Stream()
     found: dict[str, list[float]] = {}
-    with dispatching(sms) as dispatch:
+    with dispatching(sms, TOKENS, HIDDEN, EXPERTS) as dispatch:
         for _ in range(rounds):
             for name, call in todo.items():
                 torch.cuda.synchronize()
@@ -200,7 +187,7 @@ def measure_decode(rank: int, sms: int, rounds: int) -> dict[str, float]:
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=FEW)
     x, idx, weights = inputs_of(rank, torch.device("cuda"), FEW, HIDDEN, EXPERTS, TOPK)
     figures: dict[str, float] = {}
-    with dispatching(sms) as dispatch, ep.Buffer(engine="cuda", timeout_s=20, **sizes) as few:
+    with dispatching(sms, TOKENS, HIDDEN, EXPERTS) as dispatch, ep.Buffer(engine="cuda", timeout_s=20, **sizes) as few:
 
         def decode() -> object:
             out = few.dispatch(x, idx, layout="decode")

@@ -39,6 +39,13 @@ def sum_over_ranks(values: list[int]) -> list[int]:
     return total.tolist()
 
 
+def mean_over_ranks(values: list[float]) -> list[float]:
+    """Return the mean of each entry."""
+    total = torch.tensor(values, dtype=torch.float64, device="cpu")
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
 def largest_over_ranks(values: list[float]) -> list[float]:
     """Return the largest value of each entry."""
     largest = torch.tensor(values, dtype=torch.float64, device="cpu")
