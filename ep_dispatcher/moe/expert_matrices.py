@@ -37,15 +37,23 @@ def lowest_and_shifts(weights: ExpertMatrices) -> tuple[Tensor, tuple[int, ...]]
     """
     if isinstance(weights, Tensor):
         weights = weights.contiguous()
-        first = weights[0]  # a view of each would take the host longer than a launch
-        if not (first.data_ptr() | first.nbytes) % LINE_BYTES:
-            step = first.nbytes // LINE_BYTES
-            return first, tuple(step * i for i in range(len(weights)))
+        step = step_of(weights)
+        if step is not None:
+            return weights[0], tuple(step * i for i in range(num_matrices(weights)))
     index_and_shifts = _shifts_from_lowest(tuple([weight.data_ptr() for weight in weights]))
     if index_and_shifts is None or not all(map(Tensor.is_contiguous, weights)):
         return lowest_and_shifts(torch.stack(tuple(weights)))
     lowest, shifts = index_and_shifts
     return weights[lowest], shifts
+
+
+def step_of(weights: Tensor) -> int | None:
+    """Return the distance between the matrices of a contiguous tensor, in units of LINE_BYTES.
+
+    None: not all of them begin at a multiple of LINE_BYTES.
+    """
+    matrix_bytes = weights.nbytes // num_matrices(weights)
+    return None if (weights.data_ptr() | matrix_bytes) % LINE_BYTES else matrix_bytes // LINE_BYTES
 
 
 @functools.lru_cache(4096)  # Megatron's addresses stay the same from step to step
@@ -55,6 +63,11 @@ def _shifts_from_lowest(addresses: tuple[int, ...]) -> tuple[int, tuple[int, ...
     if any(address % LINE_BYTES for address in addresses) or max(addresses) - lowest >= LINE_BYTES * 2**31:
         return None
     return addresses.index(lowest), tuple((address - lowest) // LINE_BYTES for address in addresses)
+
+
+def num_matrices(matrices: ExpertMatrices) -> int:
+    """Return the number of matrices. len() of a tensor takes the host 8 us."""
+    return matrices.shape[0] if isinstance(matrices, Tensor) else len(matrices)
 
 
 def matrix_shape(matrices: ExpertMatrices) -> torch.Size:

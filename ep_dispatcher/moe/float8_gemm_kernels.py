@@ -19,6 +19,7 @@ from ep_dispatcher.moe.grouped_gemm_kernels import (
     cdiv,
     linear_value,
 )
+from ep_dispatcher.moe.kernel_launch import launch
 
 TILE_ROWS = 32
 
@@ -41,14 +42,16 @@ def _scale_of(amax):
 def quantize_weights(weights: ExpertMatrices, out: QuantizedMatrices) -> None:
     experts, n, k = out.rows.shape  # type: ignore[union-attr]  # each field is one tensor
     addresses, is_aligned = address_table(weights, weights[0].device)
-    _quantize_weights[cdiv(n, 128) * cdiv(k, 128), experts](
+    launch(
+        _quantize_weights,
+        (cdiv(n, 128) * cdiv(k, 128), experts, 1),
         weights[0],
         addresses,
         *out,
         n,
         k,
-        ALIGNED=is_aligned,
-        num_warps=8,
+        constants=dict(ALIGNED=is_aligned),
+        options=dict(num_warps=8),
     )
 
 
@@ -81,17 +84,17 @@ def quantize(
     """Quantize rows, or the activation of rows times row_weights."""
     num_rows, columns = out.rows.shape
     if num_rows:
-        _quantize[cdiv(num_rows, TILE_ROWS), cdiv(columns, 128)](
-            rows, row_weights, ends[-1:], *out, columns, ACT=activation, TILE_ROWS=TILE_ROWS
-        )
+        grid = (cdiv(num_rows, TILE_ROWS), cdiv(columns, 128), 1)
+        constants = dict(ACT=activation, TILE_ROWS=TILE_ROWS)
+        launch(_quantize, grid, rows, row_weights, ends[-1:], *out, columns, constants=constants, options={})
 
 
 def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
     num_rows, columns = rows.shape
     if num_rows:
-        _dequantize[cdiv(num_rows, TILE_ROWS), cdiv(columns, 128)](
-            rows, scales, ends[-1:], out, columns, TILE_ROWS=TILE_ROWS
-        )
+        grid = (cdiv(num_rows, TILE_ROWS), cdiv(columns, 128), 1)
+        constants = dict(TILE_ROWS=TILE_ROWS)
+        launch(_dequantize, grid, rows, scales, ends[-1:], out, columns, constants=constants, options={})
 
 
 @triton.jit

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.address_table import address_table
@@ -30,7 +29,10 @@ from ep_dispatcher.moe.expert_matrices import (
     WeightGradInputs,
     WithCopies,
     lowest_and_shifts,
+    num_matrices,
+    step_of,
 )
+from ep_dispatcher.moe.kernel_launch import Matrix, launch
 
 
 class Tile(NamedTuple):
@@ -46,10 +48,12 @@ class Tile(NamedTuple):
     stages: int
     down: int = 16
 
+    def constants(self) -> dict[str, int]:
+        """Return the constants of a kernel."""
+        return dict(BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k, DOWN=self.down)
+
     def options(self) -> dict[str, int]:
-        """Return the keyword arguments of a kernel's launch."""
-        blocks = dict(BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k, DOWN=self.down)
-        return blocks | dict(num_warps=self.warps, num_stages=self.stages)
+        return dict(num_warps=self.warps, num_stages=self.stages)
 
 
 # The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
@@ -82,17 +86,27 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[TensorDescriptor, Tensor | None, int, int]:
+def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix, Tensor | None, int, int]:
     """Describe the matrices [n, k] of all experts as one tensor [shifts, n, k]; a shift is LINE_BYTES long.
 
     So one descriptor reads matrices anywhere in memory. Return it, a table of shifts int32 [experts] or None, and the
     numbers first and step. Without a table the shift of expert e is first + e * step.
     """
+    if isinstance(weights, Tensor):
+        weights = weights.contiguous()
+        even_step = step_of(weights)
+        if even_step is not None:  # as below, without a tuple of all shifts
+            num_shifts = (num_matrices(weights) - 1) * even_step + 1
+            return _in_shifts(weights, num_shifts, block), None, 0, even_step
     base, shifts = lowest_and_shifts(weights)
-    n, k = base.shape
     num_shifts, table, first, step = _shift_table(shifts, base.device)
-    strides = [LINE_BYTES // base.itemsize, k, 1]
-    return TensorDescriptor(base, [num_shifts, n, k], strides, [1, *block]), table, first, step
+    return _in_shifts(base, num_shifts, block), table, first, step
+
+
+def _in_shifts(weights: Tensor, num_shifts: int, block: list[int]) -> Matrix:
+    """Describe the memory from the first of the weights on, [n, k] each."""
+    n, k = weights.shape[-2:]
+    return Matrix(weights, [num_shifts, n, k], [LINE_BYTES // weights.itemsize, k, 1], [1, *block])
 
 
 @functools.lru_cache(4096)  # some matrices come and go; those of Megatron stay the same
@@ -126,7 +140,7 @@ def multiply(
     them unless it is 0
     """
     num_rows, length = rows.shape
-    columns, experts = out.shape[1], len(weights)
+    columns, experts = out.shape[1], num_matrices(weights)
     if not num_rows:
         return
     has_few_rows = num_rows <= FEW_ROWS * experts
@@ -153,8 +167,10 @@ def multiply(
     max_tiles = max_row_tiles * cdiv(columns, tile.n)
     if first_expert:  # nearly all of these programs would find no tile, which takes longer than the few tiles
         max_tiles = min(max_tiles, _num_sms(rows.device))
-    _multiply[max_tiles,](
-        TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
+    launch(
+        _multiply,
+        (max_tiles, 1, 1),
+        Matrix(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
         out,
@@ -171,10 +187,9 @@ def multiply(
         experts,
         first_expert,
         *copy_arguments,
-        LOOPS=first_expert > 0,
-        EXPERTS=next_power_of_2(experts),
-        TRANSPOSED=transposed,
-        **tile.options(),
+        constants=dict(LOOPS=first_expert > 0, EXPERTS=next_power_of_2(experts), TRANSPOSED=transposed)
+        | tile.constants(),
+        options=tile.options(),
     )
 
 
@@ -444,7 +459,7 @@ def outer_products(
     held: int32 [len(out), 3], contiguous: leave out[e] as it is if held[e, 0] is negative
     """
     first_grad, first_rows, _ = sets[0]
-    n, k, experts = first_grad.shape[1], first_rows.shape[1], len(out)
+    n, k, experts = first_grad.shape[1], first_rows.shape[1], num_matrices(out)
     sets = [(grad, rows, ends) for grad, rows, ends in sets if grad.shape[0]]
     if not sets:
         if not accumulate:
@@ -456,7 +471,10 @@ def outer_products(
     grad, rows, ends, num_rows = _describe_rows(sets[0], tile)
     addresses, is_aligned = address_table(out, ends.device)
     second_set = _describe_rows(sets[1], tile) if len(sets) > 1 else (None, None, None, None)
-    _outer_products[experts * cdiv(n, tile.m) * cdiv(k, tile.n),](
+    constants = dict(ACCUMULATE=accumulate, ALIGNED=is_aligned, HAS_SECOND_SET=len(sets) > 1)
+    launch(
+        _outer_products,
+        (experts * cdiv(n, tile.m) * cdiv(k, tile.n), 1, 1),
         grad,
         rows,
         out[0],
@@ -468,19 +486,17 @@ def outer_products(
         first_expert,
         held,
         *second_set,
-        ACCUMULATE=accumulate,
-        ALIGNED=is_aligned,
-        HAS_SECOND_SET=len(sets) > 1,
-        **tile.options(),
+        constants=constants | tile.constants(),
+        options=tile.options(),
     )
 
 
-def _describe_rows(inputs: WeightGradInputs, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, int]:
+def _describe_rows(inputs: WeightGradInputs, tile: Tile) -> tuple[Matrix, Matrix, Tensor, int]:
     """Return the arguments of `_outer_products` for a set of rows: grad, rows, ends, num_rows."""
     grad, rows, ends = inputs
     return (
-        TensorDescriptor(grad, list(grad.shape), [grad.stride(0), 1], [tile.k, tile.m]),
-        TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile.k, tile.n]),
+        Matrix(grad, list(grad.shape), [grad.stride(0), 1], [tile.k, tile.m]),
+        Matrix(rows, list(rows.shape), [rows.stride(0), 1], [tile.k, tile.n]),
         ends,
         grad.shape[0],
     )
@@ -585,7 +601,9 @@ def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulat
         second_set = second_grad, second_ends, second_row_weights, second_grad.shape[0]
     addresses, _ = address_table(out, grad.device)
     n = grad.shape[1]
-    _bias_grads[len(out), cdiv(n, BIAS_COLUMNS)](
+    launch(
+        _bias_grads,
+        (num_matrices(out), cdiv(n, BIAS_COLUMNS), 1),
         grad,
         ends,
         row_weights,
@@ -595,11 +613,14 @@ def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulat
         addresses,
         n,
         first_expert,
-        ROWS=BIAS_ROWS,
-        COLUMNS=BIAS_COLUMNS,
-        WEIGHTED=row_weights is not None,
-        HAS_SECOND_SET=len(sets) > 1,
-        ACCUMULATE=accumulate,
+        constants=dict(
+            ROWS=BIAS_ROWS,
+            COLUMNS=BIAS_COLUMNS,
+            WEIGHTED=row_weights is not None,
+            HAS_SECOND_SET=len(sets) > 1,
+            ACCUMULATE=accumulate,
+        ),
+        options={},
     )
 
 
@@ -675,7 +696,9 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     num_rows, columns = hidden.shape[0], hidden.shape[1] // activation.pair
     out = hidden.new_empty(num_rows, columns)
     if num_rows:
-        _activate[num_rows,](hidden, row_weights, ends[-1:], out, columns, ACT=activation, BLOCK=ACTIVATION_COLUMNS)
+        constants = dict(ACT=activation, BLOCK=ACTIVATION_COLUMNS)
+        grid = (num_rows, 1, 1)
+        launch(_activate, grid, hidden, row_weights, ends[-1:], out, columns, constants=constants, options={})
     return out
 
 
@@ -690,7 +713,11 @@ def activate_grad(
 ) -> tuple[Tensor, Tensor]:
     out, grad_weights = torch.empty_like(hidden), torch.empty_like(row_weights)
     if hidden.shape[0]:
-        _activate_grad[hidden.shape[0],](
+        num_experts = ends.shape[0]
+        constants = dict(ACT=activation, EXPERTS=next_power_of_2(num_experts), BLOCK=ACTIVATION_COLUMNS)
+        launch(
+            _activate_grad,
+            (hidden.shape[0], 1, 1),
             grad,
             hidden,
             row_weights,
@@ -701,10 +728,9 @@ def activate_grad(
             grad_out,
             bias,
             0 if bias is None else bias.shape[1],
-            len(ends),
-            ACT=activation,
-            EXPERTS=next_power_of_2(len(ends)),
-            BLOCK=ACTIVATION_COLUMNS,
+            num_experts,
+            constants=constants,
+            options={},
         )
     return out, grad_weights
 

@@ -1,0 +1,111 @@
+"""Launches of Triton kernels: which compiled kernel is launched, with which arguments. Neither Triton nor a GPU is needed.
+
+Results of real kernels are in test_grouped_gemm.py and test_float8_gemm.py, which launch most of them twice.
+"""
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+
+@dataclass
+class Descriptor:
+    """Stands for triton.tools.tensor_descriptor.TensorDescriptor."""
+
+    base: torch.Tensor
+    shape: list
+    strides: list
+    block_shape: list
+
+    def __post_init__(self):
+        assert self.strides[-1] == 1, "checked by Triton"
+
+
+@pytest.fixture
+def kernel_launch(monkeypatch):
+    for name in ("triton", "triton.tools", "triton.tools.tensor_descriptor"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["triton.tools.tensor_descriptor"].TensorDescriptor = Descriptor
+    monkeypatch.delitem(sys.modules, "ep_dispatcher.moe.kernel_launch", raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    from ep_dispatcher.moe import kernel_launch
+
+    yield kernel_launch
+    sys.modules.pop("ep_dispatcher.moe.kernel_launch", None)
+
+
+class Kernel:
+    """Stands for a function with triton.jit: it notes how it is launched, and how what it has compiled is."""
+
+    arg_names = ("matrix", "x", "count", "other", "BLOCK", "WIDE")
+
+    def __init__(self):
+        self.pre_run_hooks, self.by_triton, self.direct = [], [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.by_triton.append((grid, arguments, options))
+            compiled = SimpleNamespace(arguments=self.by_triton[-1])
+            return type("Compiled", (), {"__getitem__": lambda _, grid: self.note(compiled, grid)})()
+
+        return launch
+
+    def note(self, compiled, grid):
+        return lambda *arguments, stream: self.direct.append((compiled.arguments[1], grid, arguments, stream))
+
+
+def inputs(module, **changed):
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    given = dict(matrix=module.Matrix(memory, [4, 16], [16, 1], [2, 8]), x=memory, count=32, other=None)
+    return {**given, **changed}.values()
+
+
+def test_the_second_launch_goes_to_the_compiled_kernel(kernel_launch):
+    kernel = Kernel()
+    constants, options = dict(WIDE=False, BLOCK=128), dict(num_warps=4)  # in another order than the parameters
+    for count in (32, 48):
+        kernel_launch.launch(kernel, (5, 1, 1), *inputs(kernel_launch, count=count), constants=constants, options=options)
+    ((grid, arguments, keywords),) = kernel.by_triton
+    assert grid == (5, 1, 1) and keywords == dict(WIDE=False, BLOCK=128, num_warps=4)
+    assert type(arguments[0]) is Descriptor, "the first launch checks it"
+    ((_, grid, arguments, stream),) = kernel.direct
+    assert grid == (5, 1, 1) and stream == 77
+    assert type(arguments[0]) is kernel_launch.Matrix and arguments[2:] == (48, None, 128, False)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(count=33),
+        dict(count=1),
+        dict(count=2**31),
+        dict(other=torch.zeros(4)),
+        dict(x=torch.zeros(64, dtype=torch.float16)),
+        dict(x=torch.zeros(64, dtype=torch.bfloat16)[1:]),
+        dict(constants=dict(WIDE=True, BLOCK=128)),
+        dict(options=dict(num_warps=8)),
+    ],
+)
+def test_arguments_of_another_kind_go_to_triton(kernel_launch, changed):
+    """Each of them may need code of its own: Triton specializes on 1, on multiples of 16, on widths and on dtypes."""
+    kernel = Kernel()
+    usual = dict(constants=dict(WIDE=False, BLOCK=128), options=dict(num_warps=4))
+    keywords = {name: changed.pop(name) for name in ("constants", "options") if name in changed}
+    for given, options in (({}, usual), (changed, usual | keywords), ({}, usual), (changed, usual | keywords)):
+        kernel_launch.launch(kernel, (1, 1, 1), *inputs(kernel_launch, **given), **options)
+    assert len(kernel.by_triton) == 2 and len(kernel.direct) == 2
+    first, second = (arguments for _, arguments, _ in kernel.by_triton)
+    assert [compiled for compiled, *_ in kernel.direct] == [first, second]
+
+
+def test_hooks_that_triton_calls_before_a_launch_are_called(kernel_launch):
+    kernel = Kernel()
+    kernel.pre_run_hooks.append(lambda *arguments, **options: None)
+    for _ in range(2):
+        constants = dict(BLOCK=128, WIDE=False)
+        kernel_launch.launch(kernel, (1, 1, 1), *inputs(kernel_launch), constants=constants, options={})
+    assert len(kernel.by_triton) == 2 and not kernel.direct
