@@ -68,7 +68,9 @@ def test_the_second_launch_goes_to_the_compiled_kernel(kernel_launch):
     kernel = Kernel()
     constants, options = dict(WIDE=False, BLOCK=128), dict(num_warps=4)  # in another order than the parameters
     for count in (32, 48):
-        kernel_launch.launch(kernel, (5, 1, 1), *inputs(kernel_launch, count=count), constants=constants, options=options)
+        kernel_launch.launch(
+            kernel, (5, 1, 1), *inputs(kernel_launch, count=count), constants=constants, options=options
+        )
     ((grid, arguments, keywords),) = kernel.by_triton
     assert grid == (5, 1, 1) and keywords == dict(WIDE=False, BLOCK=128, num_warps=4)
     assert type(arguments[0]) is Descriptor, "the first launch checks it"
