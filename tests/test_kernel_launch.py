@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: which compiled kernel is launched, with which arguments. Neither Triton nor a GPU is needed.
+"""Launches of Triton kernels: which compiled kernel gets which arguments. Neither Triton nor a GPU is needed.
 
 Results of real kernels are in test_grouped_gemm.py and test_float8_gemm.py, which launch most of them twice.
 """
@@ -66,11 +66,10 @@ def inputs(module, **changed):
 
 def test_the_second_launch_goes_to_the_compiled_kernel(kernel_launch):
     kernel = Kernel()
-    constants, options = dict(WIDE=False, BLOCK=128), dict(num_warps=4)  # in another order than the parameters
+    launch = kernel_launch.Launcher(kernel)
+    in_another_order = kernel_launch.Configuration(dict(WIDE=False, BLOCK=128), num_warps=4)
     for count in (32, 48):
-        kernel_launch.launch(
-            kernel, (5, 1, 1), *inputs(kernel_launch, count=count), constants=constants, options=options
-        )
+        launch((5, 1, 1), in_another_order, *inputs(kernel_launch, count=count))
     ((grid, arguments, keywords),) = kernel.by_triton
     assert grid == (5, 1, 1) and keywords == dict(WIDE=False, BLOCK=128, num_warps=4)
     assert type(arguments[0]) is Descriptor, "the first launch checks it"
@@ -88,17 +87,16 @@ def test_the_second_launch_goes_to_the_compiled_kernel(kernel_launch):
         dict(other=torch.zeros(4)),
         dict(x=torch.zeros(64, dtype=torch.float16)),
         dict(x=torch.zeros(64, dtype=torch.bfloat16)[1:]),
-        dict(constants=dict(WIDE=True, BLOCK=128)),
-        dict(options=dict(num_warps=8)),
+        {},  # but another configuration
     ],
 )
 def test_arguments_of_another_kind_go_to_triton(kernel_launch, changed):
     """Each of them may need code of its own: Triton specializes on 1, on multiples of 16, on widths and on dtypes."""
     kernel = Kernel()
-    usual = dict(constants=dict(WIDE=False, BLOCK=128), options=dict(num_warps=4))
-    keywords = {name: changed.pop(name) for name in ("constants", "options") if name in changed}
-    for given, options in (({}, usual), (changed, usual | keywords), ({}, usual), (changed, usual | keywords)):
-        kernel_launch.launch(kernel, (1, 1, 1), *inputs(kernel_launch, **given), **options)
+    launch, usual = kernel_launch.Launcher(kernel), kernel_launch.Configuration(dict(BLOCK=128, WIDE=False))
+    other = usual if changed else kernel_launch.Configuration(dict(BLOCK=64, WIDE=False))
+    for given, configuration in (({}, usual), (changed, other), ({}, usual), (changed, other)):
+        launch((1, 1, 1), configuration, *inputs(kernel_launch, **given))
     assert len(kernel.by_triton) == 2 and len(kernel.direct) == 2
     first, second = (arguments for _, arguments, _ in kernel.by_triton)
     assert [compiled for compiled, *_ in kernel.direct] == [first, second]
@@ -107,7 +105,7 @@ def test_arguments_of_another_kind_go_to_triton(kernel_launch, changed):
 def test_hooks_that_triton_calls_before_a_launch_are_called(kernel_launch):
     kernel = Kernel()
     kernel.pre_run_hooks.append(lambda *arguments, **options: None)
+    launch, configuration = kernel_launch.Launcher(kernel), kernel_launch.Configuration(dict(BLOCK=128, WIDE=False))
     for _ in range(2):
-        constants = dict(BLOCK=128, WIDE=False)
-        kernel_launch.launch(kernel, (1, 1, 1), *inputs(kernel_launch), constants=constants, options={})
+        launch((1, 1, 1), configuration, *inputs(kernel_launch))
     assert len(kernel.by_triton) == 2 and not kernel.direct

@@ -5,6 +5,8 @@ A tile is as wide as a block, that is, as the entries of a row that share a scal
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,9 +21,10 @@ from ep_dispatcher.moe.grouped_gemm_kernels import (
     cdiv,
     linear_value,
 )
-from ep_dispatcher.moe.kernel_launch import launch
+from ep_dispatcher.moe.kernel_launch import Configuration, Launcher
 
 TILE_ROWS = 32
+_DEQUANTIZE = Configuration(dict(TILE_ROWS=TILE_ROWS))
 
 
 @triton.jit
@@ -42,17 +45,20 @@ def _scale_of(amax):
 def quantize_weights(weights: ExpertMatrices, out: QuantizedMatrices) -> None:
     experts, n, k = out.rows.shape  # type: ignore[union-attr]  # each field is one tensor
     addresses, is_aligned = address_table(weights, weights[0].device)
-    launch(
-        _quantize_weights,
+    _launch_quantize_weights(
         (cdiv(n, 128) * cdiv(k, 128), experts, 1),
+        _weight_configuration(is_aligned),
         weights[0],
         addresses,
         *out,
         n,
         k,
-        constants=dict(ALIGNED=is_aligned),
-        options=dict(num_warps=8),
     )
+
+
+@functools.cache
+def _weight_configuration(is_aligned: bool) -> Configuration:
+    return Configuration(dict(ALIGNED=is_aligned), num_warps=8)
 
 
 @triton.jit
@@ -85,16 +91,19 @@ def quantize(
     num_rows, columns = out.rows.shape
     if num_rows:
         grid = (cdiv(num_rows, TILE_ROWS), cdiv(columns, 128), 1)
-        constants = dict(ACT=activation, TILE_ROWS=TILE_ROWS)
-        launch(_quantize, grid, rows, row_weights, ends[-1:], *out, columns, constants=constants, options={})
+        _launch_quantize(grid, _row_configuration(activation), rows, row_weights, ends[-1:], *out, columns)
+
+
+@functools.cache
+def _row_configuration(activation: Activation | None) -> Configuration:
+    return Configuration(dict(ACT=activation, TILE_ROWS=TILE_ROWS))
 
 
 def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
     num_rows, columns = rows.shape
     if num_rows:
         grid = (cdiv(num_rows, TILE_ROWS), cdiv(columns, 128), 1)
-        constants = dict(TILE_ROWS=TILE_ROWS)
-        launch(_dequantize, grid, rows, scales, ends[-1:], out, columns, constants=constants, options={})
+        _launch_dequantize(grid, _DEQUANTIZE, rows, scales, ends[-1:], out, columns)
 
 
 @triton.jit
@@ -132,3 +141,7 @@ def _dequantize(rows, scales, last, out, columns, TILE_ROWS: tl.constexpr):
     scale = tl.load(scales + row.to(tl.int64) * tl.cdiv(columns, BLOCK) + tl.program_id(1), inside_m, 0)
     tile = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale[:, None]
     tl.store(out + at, tile.to(out.dtype.element_ty), inside)
+
+
+_launch_quantize_weights = Launcher(_quantize_weights)
+_launch_quantize, _launch_dequantize = Launcher(_quantize), Launcher(_dequantize)

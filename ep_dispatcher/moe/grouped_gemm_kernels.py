@@ -32,7 +32,7 @@ from ep_dispatcher.moe.expert_matrices import (
     num_matrices,
     step_of,
 )
-from ep_dispatcher.moe.kernel_launch import Matrix, launch
+from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, Matrix
 
 
 class Tile(NamedTuple):
@@ -48,12 +48,12 @@ class Tile(NamedTuple):
     stages: int
     down: int = 16
 
-    def constants(self) -> dict[str, int]:
-        """Return the constants of a kernel."""
-        return dict(BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k, DOWN=self.down)
 
-    def options(self) -> dict[str, int]:
-        return dict(num_warps=self.warps, num_stages=self.stages)
+@functools.cache
+def _tile_configuration(tile: Tile, **constants: Any) -> Configuration:
+    """Return the configuration of a kernel that has such tiles, and further constants."""
+    constants |= dict(BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, DOWN=tile.down)
+    return Configuration(constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 # The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
@@ -167,9 +167,9 @@ def multiply(
     max_tiles = max_row_tiles * cdiv(columns, tile.n)
     if first_expert:  # nearly all of these programs would find no tile, which takes longer than the few tiles
         max_tiles = min(max_tiles, _num_sms(rows.device))
-    launch(
-        _multiply,
+    _launch_multiply(
         (max_tiles, 1, 1),
+        _tile_configuration(tile, LOOPS=first_expert > 0, EXPERTS=next_power_of_2(experts), TRANSPOSED=transposed),
         Matrix(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
@@ -187,9 +187,6 @@ def multiply(
         experts,
         first_expert,
         *copy_arguments,
-        constants=dict(LOOPS=first_expert > 0, EXPERTS=next_power_of_2(experts), TRANSPOSED=transposed)
-        | tile.constants(),
-        options=tile.options(),
     )
 
 
@@ -471,10 +468,9 @@ def outer_products(
     grad, rows, ends, num_rows = _describe_rows(sets[0], tile)
     addresses, is_aligned = address_table(out, ends.device)
     second_set = _describe_rows(sets[1], tile) if len(sets) > 1 else (None, None, None, None)
-    constants = dict(ACCUMULATE=accumulate, ALIGNED=is_aligned, HAS_SECOND_SET=len(sets) > 1)
-    launch(
-        _outer_products,
+    _launch_outer_products(
         (experts * cdiv(n, tile.m) * cdiv(k, tile.n), 1, 1),
+        _tile_configuration(tile, ACCUMULATE=accumulate, ALIGNED=is_aligned, HAS_SECOND_SET=len(sets) > 1),
         grad,
         rows,
         out[0],
@@ -486,8 +482,6 @@ def outer_products(
         first_expert,
         held,
         *second_set,
-        constants=constants | tile.constants(),
-        options=tile.options(),
     )
 
 
@@ -601,9 +595,9 @@ def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulat
         second_set = second_grad, second_ends, second_row_weights, second_grad.shape[0]
     addresses, _ = address_table(out, grad.device)
     n = grad.shape[1]
-    launch(
-        _bias_grads,
+    _launch_bias_grads(
         (num_matrices(out), cdiv(n, BIAS_COLUMNS), 1),
+        _bias_configuration(row_weights is not None, len(sets) > 1, accumulate),
         grad,
         ends,
         row_weights,
@@ -613,15 +607,13 @@ def bias_grads(sets: Sequence[BiasGradInputs], out: ExpertMatrices, *, accumulat
         addresses,
         n,
         first_expert,
-        constants=dict(
-            ROWS=BIAS_ROWS,
-            COLUMNS=BIAS_COLUMNS,
-            WEIGHTED=row_weights is not None,
-            HAS_SECOND_SET=len(sets) > 1,
-            ACCUMULATE=accumulate,
-        ),
-        options={},
     )
+
+
+@functools.cache
+def _bias_configuration(is_weighted: bool, has_second_set: bool, accumulate: bool) -> Configuration:
+    constants = dict(WEIGHTED=is_weighted, HAS_SECOND_SET=has_second_set, ACCUMULATE=accumulate)
+    return Configuration(constants | dict(ROWS=BIAS_ROWS, COLUMNS=BIAS_COLUMNS))
 
 
 @triton.jit
@@ -696,9 +688,8 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     num_rows, columns = hidden.shape[0], hidden.shape[1] // activation.pair
     out = hidden.new_empty(num_rows, columns)
     if num_rows:
-        constants = dict(ACT=activation, BLOCK=ACTIVATION_COLUMNS)
-        grid = (num_rows, 1, 1)
-        launch(_activate, grid, hidden, row_weights, ends[-1:], out, columns, constants=constants, options={})
+        configuration = _activation_configuration(activation)
+        _launch_activate((num_rows, 1, 1), configuration, hidden, row_weights, ends[-1:], out, columns)
     return out
 
 
@@ -714,10 +705,9 @@ def activate_grad(
     out, grad_weights = torch.empty_like(hidden), torch.empty_like(row_weights)
     if hidden.shape[0]:
         num_experts = ends.shape[0]
-        constants = dict(ACT=activation, EXPERTS=next_power_of_2(num_experts), BLOCK=ACTIVATION_COLUMNS)
-        launch(
-            _activate_grad,
+        _launch_activate_grad(
             (hidden.shape[0], 1, 1),
+            _activation_configuration(activation, EXPERTS=next_power_of_2(num_experts)),
             grad,
             hidden,
             row_weights,
@@ -729,10 +719,13 @@ def activate_grad(
             bias,
             0 if bias is None else bias.shape[1],
             num_experts,
-            constants=constants,
-            options={},
         )
     return out, grad_weights
+
+
+@functools.cache
+def _activation_configuration(activation: Activation, **constants: int) -> Configuration:
+    return Configuration(dict(ACT=activation, BLOCK=ACTIVATION_COLUMNS) | constants)
 
 
 @triton.jit
@@ -866,3 +859,8 @@ def _activate_grad(
             upstream = tl.load(grad_out + row * wide + i, i < wide, 0).to(tl.float32)
             total += upstream * tl.load(bias + expert * wide + i, i < wide, 0).to(tl.float32)
     tl.store(grad_weights + row, tl.sum(total))
+
+
+_launch_multiply, _launch_outer_products = Launcher(_multiply), Launcher(_outer_products)
+_launch_bias_grads = Launcher(_bias_grads)
+_launch_activate, _launch_activate_grad = Launcher(_activate), Launcher(_activate_grad)

@@ -8,15 +8,15 @@ it decides whether to compile: the dtype of a tensor and whether its address is 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Matrix(TensorDescriptor):
-    """What the tensor memory accelerator needs to load blocks of a matrix. It is an argument of `launch`.
+    """What the tensor memory accelerator needs to load blocks of a matrix. It is an argument of a launch.
 
     Only the first launch checks it, because a check takes the host as long as the rest of this class.
     """
@@ -28,44 +28,55 @@ class Matrix(TensorDescriptor):
         return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape)
 
 
-class _Compiled(NamedTuple):
-    kernel: Any  # triton.compiler.CompiledKernel
-    constant_names: Sequence[str]  # in the order of the kernel's parameters
+class Configuration:
+    """The constexpr parameters of a kernel, by name, and options of the compiler, such as num_warps.
 
-
-_compiled: dict[Hashable, _Compiled] = {}
-
-
-def launch(
-    kernel: Any, grid: tuple[int, int, int], *arguments: Any, constants: dict[str, Any], options: dict[str, int]
-) -> None:
-    """Launch a kernel in the current stream of the current device.
-
-    kernel      a function with triton.jit, whose constexpr parameters come last
-    arguments   those before: tensors, Matrix, integers and None
-    constants   the constexpr parameters by name, hashable
-    options     of the compiler, such as num_warps
+    Keep one and use it again, because a launch looks it up by its identity.
     """
-    device = torch._C._cuda_getDevice()
-    key = (kernel, device, *map(_kind, arguments), *constants.values(), *options.values())
-    compiled = _compiled.get(key)
-    if compiled is None or kernel.pre_run_hooks:
-        given = [one.checked() if type(one) is Matrix else one for one in arguments]
-        found = kernel[grid](*given, **constants, **options)
-        if found is not None:  # as with TRITON_INTERPRET=1
-            _compiled[key] = _Compiled(found, kernel.arg_names[len(arguments) :])
-        return
-    values = [constants[name] for name in compiled.constant_names]
-    compiled.kernel[grid](*arguments, *values, stream=torch._C._cuda_getCurrentRawStream(device))
+
+    def __init__(self, constants: dict[str, Any], **options: int):
+        self.constants, self.options = constants, options
+
+
+class Launcher:
+    """Launches one kernel: a function with triton.jit, whose constexpr parameters come last."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}  # with the values of constants, in order
+
+    def __call__(self, grid: tuple[int, int, int], configuration: Configuration, *arguments: Any) -> None:
+        """Launch it in the current stream of the current device.
+
+        arguments   those before the constants: tensors, Matrix, integers and None
+        """
+        device = torch._C._cuda_getDevice()
+        key = (configuration, device, *map(_kind, arguments))
+        found = self._compiled.get(key)
+        if found is None or self._kernel.pre_run_hooks:
+            self._launch_by_triton(grid, configuration, arguments, key)
+        else:
+            compiled, constants = found
+            compiled[grid](*arguments, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
+
+    def _launch_by_triton(
+        self, grid: tuple[int, int, int], configuration: Configuration, arguments: tuple[Any, ...], key: Hashable
+    ) -> None:
+        """Launch it, and keep what Triton has compiled."""
+        checked = [one.checked() if type(one) is Matrix else one for one in arguments]
+        compiled = self._kernel[grid](*checked, **configuration.constants, **configuration.options)
+        if compiled is not None:  # None: TRITON_INTERPRET=1
+            names = self._kernel.arg_names[len(arguments) :]
+            self._compiled[key] = compiled, [configuration.constants[name] for name in names]
 
 
 def _kind(argument: Any) -> Hashable:
     """Return what decides which compiled kernel takes this argument."""
     kind = type(argument)
     if kind is int:
-        return argument & 15 == 0, argument == 1, -(2**31) <= argument < 2**31
+        return (not argument & 15) | (argument == 1) << 1 | (not -(2**31) <= argument < 2**31) << 2
     if argument is None:
         return None
     if kind is Matrix:
         return argument.base.dtype, *argument.block_shape
-    return argument.dtype, argument.data_ptr() & 15 == 0
+    return argument.dtype, not argument.data_ptr() & 15
