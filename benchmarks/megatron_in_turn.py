@@ -22,10 +22,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import runpy
-import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,48 +30,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_jobs import LOSS, MILLISECONDS, Job, read_iterations
+
 # Jobs without ep_dispatcher run this file too, so it is imported in functions only.
-LAUNCHER = "ep_dispatcher.integrations.megatron"
 TURN = "--turn"
 POLL_S = 0.05
-# An iteration of pretrain_gpt.py with --log-interval 1: milliseconds, loss.
-ITERATION = re.compile(r"iteration\s+\d+/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
-
-
-@dataclass
-class Job:
-    name: str
-    variables: dict[str, str]
-    arguments: list[str]
-    launcher: str | None  # the module that runs the script
-
-    @classmethod
-    def parse(cls, text: str) -> Job:
-        name, colon, rest = text.partition(":")
-        words = shlex.split(rest)
-        variables = {}
-        while words and re.fullmatch(r"\w+=.*", words[0]):
-            variable, _, value = words.pop(0).partition("=")
-            variables[variable] = value
-        launcher = None
-        if "ep_dispatcher" in words or any(name.startswith("EP_DISPATCHER_") for name in variables):
-            launcher = LAUNCHER
-        named = words[:1] == ["-m"]
-        if named:
-            launcher, words = " ".join(words[1:2]), words[2:]
-        if not colon or not re.fullmatch(r"[\w.-]+", name) or (named and not launcher):
-            allowed = "'NAME: [VARIABLE=VALUE ...] [-m MODULE] [ARGUMENT ...]'"
-            raise argparse.ArgumentTypeError(f"it is {text!r}, but has to be {allowed}")
-        return cls(name, variables, words, launcher)
-
-    def environment(self, *folders: Path) -> dict[str, str]:
-        """Return the variables of its processes: this process's, then its own, and the folders to import from.
-
-        As for any script of Python, the folders come before PYTHONPATH. That of the job replaces this process's.
-        """
-        environment = os.environ | self.variables
-        paths = [*map(str, folders), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-        return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @dataclass
@@ -86,8 +46,9 @@ class Run:
     losses: list[float] = field(default_factory=list)
 
     def read(self) -> None:
-        found = ITERATION.findall(self.log.read_text(errors="replace"))
-        self.milliseconds, self.losses = [float(ms) for ms, _ in found], [float(loss) for _, loss in found]
+        sound = [found for found in read_iterations(self.log) if LOSS in found]
+        self.milliseconds = [found[MILLISECONDS] for found in sound]
+        self.losses = [found[LOSS] for found in sound]
 
 
 def main(argv: list[str]) -> int:
@@ -162,19 +123,9 @@ def run_batch(runs: list[Run], args: argparse.Namespace) -> None:
 
 
 def start(number: int, run: Run, count: int, turns: Path, args: argparse.Namespace) -> subprocess.Popen:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    command += ["-m", run.job.launcher] if run.job.launcher else []
-    command += [str(Path(__file__).resolve()), TURN, str(turns.resolve()), str(number), str(count)]
-    command += [str(args.script.resolve()), *args.arguments, *run.job.arguments]
-    folder = args.script.resolve().parent
-    with run.log.open("w") as log:
-        return subprocess.Popen(
-            command, env=run.job.environment(folder), cwd=folder, stdout=log, stderr=subprocess.STDOUT
-        )
+    arguments = [str(Path(__file__).resolve()), TURN, str(turns.resolve()), str(number), str(count)]
+    arguments += [str(args.script.resolve()), *args.arguments, *run.job.arguments]
+    return run.job.start(args.ranks, args.script, arguments, run.log)
 
 
 def take_turn(folder: Path, number: int, count: int, script: str, arguments: list[str]) -> None:

@@ -24,7 +24,8 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_in_turn import ITERATION, Job, run_script
+from megatron_in_turn import run_script
+from megatron_jobs import LOSS, Job, read_iterations
 
 # Jobs without ep_dispatcher run this file too, so it is imported in functions only.
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +120,7 @@ class Run:
 
     def losses(self) -> list[float]:
         """Megatron-LM's last rank prints them."""
-        return [float(loss) for _, loss in ITERATION.findall(self._log(1).read_text(errors="replace"))]
+        return [found[LOSS] for found in read_iterations(self._log(1)) if LOSS in found]
 
     def steps(self, most: int, seconds: float) -> list[float]:
         """Let the job take steps, and return the seconds of each, of the slower rank."""
