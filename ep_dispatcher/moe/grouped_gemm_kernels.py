@@ -290,15 +290,20 @@ def _scaled_products(
     weight_scale += column // BLOCK * weight_scale_stride
     row_scale = scales + row_m.to(tl.int64) * tl.cdiv(length, BLOCK)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The scales of a step are loaded in the step before it, under its product: the compiler does so with operands only.
+    of_rows, of_weight = tl.load(row_scale, inside_m, 0), tl.load(weight_scale)
     for k in range(0, length, BLOCK_K):
         a = rows.load([row, k])
         if TRANSPOSED:
             b = weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T
         else:
             b = weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N)
-        part = tl.dot(a, b)
-        factor = tl.load(row_scale + k // BLOCK, inside_m, 0) * tl.load(weight_scale + k // BLOCK)
-        total += part * factor[:, None]
+        factor = of_rows * of_weight
+        following = k // BLOCK + 1
+        has_following = k + BLOCK_K < length
+        of_rows = tl.load(row_scale + following, inside_m & has_following, 0)
+        of_weight = tl.load(weight_scale + following, has_following, 0)
+        total += tl.dot(a, b) * factor[:, None]
     return total
 
 
