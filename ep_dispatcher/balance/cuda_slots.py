@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +12,8 @@ from ep_dispatcher.balance.slot_layout import PULL_BLOCKS, PUSH_BLOCKS, Homes, P
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda.regions import PeerRegions
 from ep_dispatcher.engines.cuda.streams import free_when_idle, wait_for_device
-from ep_dispatcher.moe.address_table import address_table
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+from ep_dispatcher.moe.address_table import table_of
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of, even_step
 
 _DTYPES = {
     torch.float32: _C_cuda.DType.float32,
@@ -129,11 +128,11 @@ class CudaSlots:
         """
         if isinstance(matrices, Tensor):
             return 0, matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        addresses = [matrix.data_ptr() for matrix in matrices]
-        steps = {after - before for before, after in itertools.pairwise(addresses)}
-        if len(steps) <= 1:
-            return 0, addresses[0], steps.pop() if steps else 0
-        table = address_table(matrices, self._device)[0]
+        addresses = addresses_of(matrices)
+        step = even_step(addresses)
+        if step is not None:
+            return 0, addresses[0], step
+        table = table_of(addresses, self._device)[0]
         if torch.cuda.is_current_stream_capturing():
             self._tables.append(table)  # the cache of tables may be cleared before the graph is replayed
         else:
