@@ -9,6 +9,7 @@ gradients of copies move in a side stream, beside the GEMMs of a rank's own expe
     main   dispatch | w2 own        | w2 copies, activation | dw of copies | dw1     | w1       | dw2
     side              push | barrier ^                                       barrier   pull dw1  combine  pull dw2 ^
 
+The push of a new plan is launched by the host inside of the call of the dispatch, where it would only wait for counts.
 ``^`` is where the main stream waits for the side stream. dw are gradients of weights, and w1 stands for the product
 that gives the gradients of rows. A recompute has no plan to make, and pushes where the backward does.
 
@@ -155,10 +156,14 @@ class _BalancedMlp(Function):
             else:
                 balanced = side.collective(balancer.balance, request.topk_idx)
                 copies = balanced.plan.copies
-                side.push(balancer, slots, copies, pushed)
-                with side.current():  # behind the push: its small kernels delay nothing there
-                    balancer.count(balanced.plan)
-                request = replace(request, topk_idx=balanced.topk_idx)
+                side.follow_main()  # up to the plan, so the push does not wait for the dispatch
+
+                def push() -> None:
+                    with side.current():
+                        balancer.push(slots, balanced.plan.copies, pushed)
+                        balancer.count(balanced.plan)  # behind the push: its small kernels delay nothing there
+
+                request = replace(request, topk_idx=balanced.topk_idx, meanwhile=push)
                 received = side.collective(engine.dispatch, request)
                 handles.append(new_handle(engine, request, received, copies))
             side.barrier(balancer)

@@ -93,6 +93,8 @@ class CudaOperations(Streams, Engine):
                         else:
                             launch = self._c.decode_dispatch_send if request.is_send_only else self._c.decode_dispatch
                         launch(request, received, stream)
+                        if request.meanwhile is not None:
+                            request.meanwhile()
                 self._note_dispatch(request, received)
             if needs_counts and (self._c.has_report() or self.health.ended):
                 self._raise_when_in_step()
@@ -102,6 +104,9 @@ class CudaOperations(Streams, Engine):
         """Plan and stage, wait for the counts, allocate that number of rows, and pull them."""
         counts = self._allocate_counts(request)
         self._c.plan_and_stage(request, counts, stream)
+        if request.meanwhile is not None:
+            ranges.step("meanwhile")
+            request.meanwhile()
         ranges.step("wait for counts")
         num_rows = self._wait_for_counts()
         ranges.step("launch")
