@@ -15,6 +15,7 @@
 #include "cuda/moe/routing.h"
 #include "cuda/nccl.h"
 #include "cuda/requests.h"
+#include "cuda/stream_order.h"
 #ifdef EP_WIRE_NVSHMEM
 #include "nvshmem/world.h"
 #define EP_MODULE _C_nvshmem
@@ -153,6 +154,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("stamped_warps") = kStampedWarps;
   m.attr("steps") = std::vector<std::string>(std::begin(kStepNames), std::end(kStepNames));
 
+  // Streams of one device (stream_order.h).
+  m.def("order_streams", [](int device, Address earlier, Address later) {
+    order_streams(device, pointer<CUstream_st>(earlier), pointer<CUstream_st>(later));
+  });
+  m.def("is_captured", [](Address stream) { return is_captured(pointer<CUstream_st>(stream)); });
   // Copy between any two addresses, in a stream: a copy needs no multiprocessor, so it can pass a running kernel.
   m.def("copy", [](Address to, Address from, size_t bytes, Address stream) {
     check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ class DispatchRequest:
     label: int = 0  # the caller's number, for the error of rows that do not fit and for counts
     is_send_only: bool = False  # Engine.receive will complete the operation
     packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
+    # Work of the host that sends nothing. The dispatch calls it once, on a GPU when the host would only wait for counts
+    meanwhile: Callable[[], None] | None = None
 
     @property
     def needs_counts(self) -> bool:

@@ -324,6 +324,37 @@ def test_ranks_a_step_apart_learn_it(rank, engine, other):
         assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("max_recv_rows", [None, 300])
+@on_ranks(2)
+def test_the_host_pushes_inside_of_the_dispatch(rank, engine, max_recv_rows):
+    """There it would only wait for counts. The backward has no counts, and pushes behind the dispatch."""
+    case, inputs = make_skewed_case(2, 2)
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given_to(rank, engine, case, inputs)]
+    with make_buffer(case, engine, MAX_TOKENS, redundant_experts_per_rank=1) as buffer:
+        log: list[str] = []
+
+        def noted(owner, name: str) -> None:
+            call = getattr(owner, name)
+
+            def run(*given):
+                log.append(name)
+                result = call(*given)
+                log.append(f"end of {name}")
+                return result
+
+            setattr(owner, name, run)
+
+        for name in ("push", "barrier"):
+            noted(buffer.balancer(), name)
+        noted(buffer.live_engine(), "dispatch")
+        y = ep.moe_mlp(buffer, *leaves, max_recv_rows=max_recv_rows)
+        at = log.index("push")
+        assert log[at - 1 : at + 4] == ["dispatch", "push", "end of push", "end of dispatch", "barrier"]
+        log.clear()
+        y.sum().backward()
+        assert log[:5] == ["dispatch", "end of dispatch", "push", "end of push", "barrier"]
+
+
 @pytest.mark.parametrize("wants", ["weights", "x"])
 @on_ranks(2)
 def test_only_some_gradients(rank, engine, wants):

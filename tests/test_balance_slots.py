@@ -177,9 +177,6 @@ def test_weights_of_several_dtypes_of_which_a_push_brings_some(rank, engine):
                         assert torch.equal(seen, weight(places[rank, slot], w).view(torch.uint8))
                     else:
                         assert not seen.any()
-        for w, wrong in ((0, own[0].bfloat16()), (1, own[1].bfloat16()), (2, own[0])):
-            given = [*own[:w], wrong, *own[w + 1 :]]
-            assert f"weights[{w}]" in error_of(slots.push, copies, given)
         meet(buffer)
         slots.free()
 
@@ -262,30 +259,19 @@ def test_ranks_that_give_other_sizes(rank, engine, name, changes):
 
 
 @on_ranks(2)
-def test_wrong_arguments_are_named(rank, engine):
+def test_slots_that_were_freed_say_so(rank, engine):
     with make_buffer(engine=engine) as buffer:
         at = device(buffer)
-        slots = make_slots(buffer, shapes=[(8, 16), (8,)])
+        slots = make_slots(buffer, shapes=[(8, 16)])
         copies = torch.full((2, SLOTS, 3), -1, dtype=torch.int32, device=at)
-        w1, b1 = (
-            torch.zeros(6, 8, 16, dtype=torch.bfloat16, device=at),
-            torch.zeros(6, 8, dtype=torch.bfloat16, device=at),
-        )
+        w1 = torch.zeros(6, 8, 16, dtype=torch.bfloat16, device=at)
         for call in (slots.push, slots.pull):
-            for wrong in (copies.long(), copies[:1], copies.expand(2, 2, SLOTS, 3), copies.transpose(0, 1)):
-                assert_refused("copies", call, wrong, [w1, b1])
-            what = "weights" if call == slots.push else "gradients"
-            for matrices in ([w1], [w1[:5], b1], [w1, list(b1)[:5]]):
-                assert_refused(what, call, copies, matrices)
-            for one in (w1.transpose(1, 2), w1.double(), w1[:, :, :8], w1.transpose(1, 2).contiguous().transpose(1, 2)):
-                assert_refused(what, call, copies, [one, b1])
-            assert "[1][5]" in assert_refused(what, call, copies, [w1, [*b1[:5], b1[5, :7]]])
-            call(copies, [w1, list(b1)])
+            call(copies, [w1])
         slots.free()
         slots.free()
         assert slots.weights == slots.gradients == []
         for call in (slots.push, slots.pull):
-            assert "freed" in error_of(call, copies, [w1, b1])
+            assert "freed" in error_of(call, copies, [w1])
 
 
 @on_ranks(2)

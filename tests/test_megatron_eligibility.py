@@ -34,6 +34,11 @@ def promote_one(layer):
     weight.main_grad = weight.main_grad.float()
 
 
+def transpose_one(layer):
+    weight = layer.experts.linear_fc1.weight0
+    weight.data = weight.data.t().contiguous().t()
+
+
 def strange_wrapper(layer):
     layer.config.gradient_accumulation_fusion = True
     for weight in layer.experts.parameters():
@@ -66,6 +71,7 @@ REASONS = [
     (lambda layer: hook(layer.experts.linear_fc2), "TERowParallelGroupedLinear has hooks (forward_hooks)"),
     (setting("__fsdp_param__", True, f"{FC1}.weight0"), "Megatron's FSDP holds its weights"),
     (lambda layer: layer.experts.linear_fc2.double(), "its weights have different dtypes or devices"),
+    (transpose_one, "its weights or their main_grads are not contiguous"),
     (promote_one, "its main_grads have different dtypes"),
     (strange_wrapper, "its gradients do not belong to Megatron's DistributedDataParallel"),
 ]
@@ -81,15 +87,15 @@ def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int, 
         layers = [make_grouped_layer(make_config("alltoall", **GROUPED), n) for n in range(1, len(REASONS) + 1)]
         for layer, (change, _) in zip(layers, REASONS):
             change(layer)
-        layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (16, 17)]
-        layers += [make_layer(make_config("alltoall"), number) for number in (18, 19)]
-        layers[17].config.fine_grained_activation_offloading, layers[17].config.offload_modules = True, ["moe_act"]
-        assert [experts.decide_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
+        layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (17, 18)]
+        layers += [make_layer(make_config("alltoall"), number) for number in (19, 20)]
+        layers[18].config.fine_grained_activation_offloading, layers[18].config.offload_modules = True, ["moe_act"]
+        assert [experts.decide_grouped(layer.experts) for layer in layers] == [False] * 19 + [True]
         line = said(printed)
     head, _, others = line.partition(". Megatron's own way: ")
-    assert rank > 0 or head.startswith("ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs (")
+    assert rank > 0 or head.startswith("ep_dispatcher runs the experts of 1 of 20 MoE layers in grouped GEMMs (")
     reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(REASONS, 1)]
-    reasons += ["layer 16, 17: activation_func is tanh", "layer 18: offload_modules has moe_act"]
+    reasons += ["layer 17, 18: activation_func is tanh", "layer 19: offload_modules has moe_act"]
     for found, wanted in zip(others.split("; "), reasons, strict=True) if rank == 0 else ():
         assert found.startswith(wanted), (found, wanted)
 

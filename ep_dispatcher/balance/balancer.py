@@ -119,7 +119,7 @@ class Balancer:
         self._barrier_row: Tensor | None = None
         self._slots: dict[tuple[object, ...], Slots] = {}  # by what they have of an expert
         self._num_made = 0  # attempts to make some
-        self._last_use: torch.cuda.Event | None = None  # of any slot
+        self._last_use: torch.Event | None = None  # of any slot
         self.totals: Totals | None = None  # of the buffer, once it counts: plans and moves add to them
 
     @property
@@ -165,7 +165,9 @@ class Balancer:
         """Return int32 [num_ranks, num_experts or more]: how often each rank has chosen each expert."""
         num_experts = self._engine.config.num_logical_experts
         if self._engine.gathers_counts:
-            return self._engine.gather_counts(topk_idx)
+            counts = self._engine.gather_counts(topk_idx)
+            assert counts is not None  # as topk_idx is given
+            return counts
         own = torch.zeros(_row_bytes(num_experts) // _COUNT_BYTES, dtype=torch.int32, device=self._device)
         count_choices(topk_idx, num_experts, out=own)
         return self._gather(own)
@@ -211,16 +213,22 @@ class Balancer:
 
     def push(self, slots: Slots, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         """Push as Slots does, and measure it for ``Buffer.stats()``."""
-        with self._measured("push", copies, _bytes_of_copy(slots.weights, weights)):
+        with self._measured("push", copies, slots.weights, weights):
             slots.push(copies, weights)
 
     def pull(self, slots: Slots, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
         """Pull as Slots does, and measure it for ``Buffer.stats()``."""
-        with self._measured("pull", copies, _bytes_of_copy(slots.gradients, gradients)):
+        with self._measured("pull", copies, slots.gradients, gradients):
             slots.pull(copies, gradients)
 
     @contextmanager
-    def _measured(self, move: Move, copies: Tensor, bytes_of_copy: int) -> Iterator[None]:
+    def _measured(
+        self,
+        move: Move,
+        copies: Tensor,
+        in_slots: Sequence[Sequence[Tensor]],
+        moved: Sequence[ExpertMatrices | None],
+    ) -> Iterator[None]:
         """Count the time and the bytes of a move once the buffer counts. The host does not wait."""
         totals = self.totals
         if totals is None:
@@ -230,7 +238,7 @@ class Balancer:
             yield
         homes = copies[..., 0] // self.sizes.num_local_experts  # -1 where a slot is free
         num_copies = (homes == self._engine.config.topology.rank).sum()
-        totals.balance[_BYTES_OF[move]].add_(num_copies, alpha=bytes_of_copy)
+        totals.balance[_BYTES_OF[move]].add_(num_copies, alpha=_bytes_of_copy(in_slots, moved))
 
     @property
     def slot_bytes(self) -> int:
@@ -246,12 +254,13 @@ class Balancer:
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             yield
             return
+        # Streams and events of torch.cuda are made in Python, which takes the host ten times as long.
         if self._last_use is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last_use)
+            torch.accelerator.current_stream(self._device.index).wait_event(self._last_use)
         try:
             yield
         finally:
-            self._last_use = torch.cuda.current_stream(self._device).record_event()
+            self._last_use = torch.accelerator.current_stream(self._device.index).record_event()
 
     def free(self) -> None:
         """Free the slots."""

@@ -76,6 +76,7 @@ class CpuSlots:
             )
         return _mapped(fd, num_bytes)
 
+    @torch.no_grad()
     def push(
         self,
         homes: Homes,
@@ -90,6 +91,7 @@ class CpuSlots:
                 if of_experts is not None:
                     piece.of_slot(self._of_node[holder], slot).copy_(of_experts[expert])
 
+    @torch.no_grad()
     def pull(
         self,
         homes: Homes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,9 +11,9 @@ from ep_dispatcher import _C_cuda
 from ep_dispatcher.balance.slot_layout import PULL_BLOCKS, PUSH_BLOCKS, Homes, Piece
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.cuda.regions import PeerRegions
-from ep_dispatcher.engines.cuda.streams import free_when_idle, wait_for_device
-from ep_dispatcher.moe.address_table import address_table
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+from ep_dispatcher.engines.cuda.streams import free_when_idle, on_device, wait_for_device
+from ep_dispatcher.moe.address_table import table_of
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of, even_step
 
 _DTYPES = {
     torch.float32: _C_cuda.DType.float32,
@@ -74,7 +73,7 @@ class CudaSlots:
         num_blocks   of the kernel; 0: PUSH_BLOCKS
         """
         most, node = _C_cuda.max_slot_parameters, self._node_for(homes, copies)
-        with torch.cuda.device(self._device):
+        with on_device(self._device.index):
             pairs = zip(pieces, parameters, strict=True)
             moves = [self._move(piece, matrices, piece.num_bytes) for piece, matrices in pairs if matrices is not None]
             for first in range(0, len(moves), most):
@@ -92,7 +91,7 @@ class CudaSlots:
         """Add the pieces of those slots to ``gradients``. num_blocks: likewise; 0: PULL_BLOCKS"""
         most, node = _C_cuda.max_slot_parameters, self._node_for(homes, copies)
         moves, dtypes = [], []
-        with torch.cuda.device(self._device):
+        with on_device(self._device.index):
             for piece, matrices in zip(pieces, gradients, strict=True):
                 if matrices is not None:
                     moves.append(self._move(piece, matrices, piece.num_elements))
@@ -116,7 +115,7 @@ class CudaSlots:
         return node
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def _move(self, piece: Piece, matrices: ExpertMatrices, size: int) -> tuple[int, int, int, int, int, int]:
         """Return what a kernel has to know of one of them (struct ExpertParameter in csrc/cuda/balance/slots.h)."""
@@ -129,15 +128,15 @@ class CudaSlots:
         """
         if isinstance(matrices, Tensor):
             return 0, matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        addresses = [matrix.data_ptr() for matrix in matrices]
-        steps = {after - before for before, after in itertools.pairwise(addresses)}
-        if len(steps) <= 1:
-            return 0, addresses[0], steps.pop() if steps else 0
-        table = address_table(matrices, self._device)[0]
+        addresses = addresses_of(matrices)
+        step = even_step(addresses)
+        if step is not None:
+            return 0, addresses[0], step
+        table = table_of(addresses, self._device)[0]
         if torch.cuda.is_current_stream_capturing():
             self._tables.append(table)  # the cache of tables may be cleared before the graph is replayed
         else:
-            table.record_stream(torch.cuda.current_stream(self._device))  # or before this kernel has ended
+            table.record_stream(torch.accelerator.current_stream(self._device.index))  # or before this kernel has ended
         return table.data_ptr(), 0, 0
 
     def free(self) -> None:

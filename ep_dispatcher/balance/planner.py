@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks
 from ep_dispatcher.addressable import OWN_TYPES, as_addressable, check_writable
+from ep_dispatcher.engines.cuda.streams import on_device
 
 _INDICES = (torch.int64, torch.int32)
 _COUNTS = (torch.int32,)
@@ -205,5 +206,5 @@ def _call(name: str, tensor: Tensor, *given: Any) -> None:
         getattr(_C_cpu, name)(*given)
         return
     index = tensor.get_device()
-    with torch.cuda.device(index):
+    with on_device(index):
         getattr(import_module("ep_dispatcher._C_cuda"), name)(*given, torch._C._cuda_getCurrentRawStream(index))

@@ -14,6 +14,9 @@ collective operation of the buffer, which all ranks pass together in the order o
 - between the last write of gradients and the pull,
 - between a pull and the next write of gradients.
 
+The caller has also checked the tensors that it gives them, which compiled code reads by address. So they are checked
+once a layer, where a user gives them.
+
 On GPUs that is enough. A push drains its stores by a fence at system scope before it ends, and kernels behind it in the
 stream begin after that. Peers acquire what the operation behind it announces, so what follows there sees the stores.
 """
@@ -27,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.balance.slot_layout import Homes, Shape, SlotLayout, slot_layout
+from ep_dispatcher.balance.slot_layout import Homes, SlotLayout, slot_layout
 from ep_dispatcher.balance.slot_memory import SlotMemory, allocate_slots, gather_for_slots
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.gather import Gather
@@ -71,14 +74,12 @@ class Slots:
         topology = config.topology
         self._homes = Homes(topology.node_ranks, topology.local_rank, config.num_own_experts)
         self._memory: SlotMemory | None = memory
-        self._layout, self._device_type = layout, device.type
-        self._rows, self.num_bytes = (config.num_ranks, num_slots, 3), layout.num_bytes  # rows: of copies
+        self._layout, self.num_bytes = layout, layout.num_bytes
         self.weights = [[piece.of_slot(memory.memory, slot) for slot in range(num_slots)] for piece in layout.weights]
         self.gradients = [
             [piece.of_slot(memory.memory, slot) for slot in range(num_slots)] for piece in layout.gradients
         ]
 
-    @torch.no_grad()
     def push(self, copies: Tensor, weights: Sequence[ExpertMatrices | None]) -> None:
         """Write the weights of this rank's experts into the slots of other ranks that hold copies of them.
 
@@ -92,13 +93,8 @@ class Slots:
 
         On GPUs the host does not wait, and the weights must not change before the kernel has ended.
         """
-        memory = self._live()
-        self._check_copies(copies)
-        expected = [(shape, (dtype,)) for shape, dtype in self._layout.weight_shapes]
-        self._check_matrices("weights", weights, expected)
-        memory.push(self._homes, copies, self._layout.weights, weights)
+        self._live().push(self._homes, copies, self._layout.weights, weights)
 
-    @torch.no_grad()
     def pull(self, copies: Tensor, gradients: Sequence[ExpertMatrices | None]) -> None:
         """Add the gradients in the slots to those of this rank's experts.
 
@@ -112,11 +108,7 @@ class Slots:
         gradients   each [own experts, ...], or so many tensors; each expert's is contiguous. Those of all experts have
                     one dtype: float32, bfloat16 or float16. None: not this gradient
         """
-        memory = self._live()
-        self._check_copies(copies)
-        expected = [(shape, checks.DTYPES) for shape in self._layout.gradient_shapes]
-        self._check_matrices("gradients", gradients, expected)
-        memory.pull(self._homes, copies, self._layout.gradients, gradients)
+        self._live().pull(self._homes, copies, self._layout.gradients, gradients)
 
     def free(self) -> None:
         """Free this rank's slots. No rank may push or pull any more. A second call does nothing.
@@ -133,43 +125,6 @@ class Slots:
         if self._memory is None:
             checks.refuse("the expert slots were freed")
         return self._memory
-
-    def _check_copies(self, copies: Tensor) -> None:
-        if copies.dtype == torch.int32 and copies.shape == self._rows and copies.is_contiguous():
-            if copies.device.type == self._device_type:
-                return
-        given = f"{copies.dtype} {list(copies.shape)} on {copies.device}, contiguous: {copies.is_contiguous()}"
-        checks.fail("copies", given, f"torch.int32 {list(self._rows)} on {self._device_type}, contiguous")
-
-    def _check_matrices(
-        self,
-        argument: str,
-        given: Sequence[ExpertMatrices | None],
-        expected: Sequence[tuple[Shape, tuple[torch.dtype, ...]]],
-    ) -> None:
-        """Check what compiled code reads by address. expected: for each the shape of an expert's, and its dtypes"""
-        num_experts = self._homes.num_local_experts
-        if len(given) != len(expected):
-            checks.fail(argument, f"a sequence of {len(given)}", f"one of {len(expected)}, as the slots have them")
-        for i, (matrices, (shape, dtypes)) in enumerate(zip(given, expected, strict=True)):
-            if matrices is None:
-                continue
-            if len(matrices) != num_experts:
-                checks.fail(f"{argument}[{i}]", f"of {len(matrices)} experts", f"of {num_experts}, those of this rank")
-            of_experts = [matrices[0]] if isinstance(matrices, Tensor) else matrices  # all have the same strides
-            dtype = of_experts[0].dtype
-            for e, one in enumerate(of_experts):
-                if one.shape != shape or one.dtype != dtype or dtype not in dtypes or not one.is_contiguous():
-                    name = f"{argument}[{i}]" if isinstance(matrices, Tensor) else f"{argument}[{i}][{e}]"
-                    contiguous = "" if one.is_contiguous() else ", not contiguous"
-                    allowed = " or ".join(map(str, dtypes))
-                    checks.fail(
-                        name,
-                        f"{one.dtype} {list(one.shape)}{contiguous}",
-                        f"{allowed} {list(shape)}, contiguous, and of one dtype for all experts",
-                    )
-                if one.device.type != self._device_type:
-                    checks.fail(f"{argument}[{i}]", f"on {one.device}", f"on {self._device_type}, as the slots are")
 
 
 def _agree(

@@ -135,11 +135,11 @@ class Engine(Protocol):
     def combine(self, request: CombineRequest) -> Combined:
         """Return rows to the ranks of their tokens, and sum."""
 
-    def gather_counts(self, topk_idx: Tensor | None) -> Tensor:
+    def gather_counts(self, topk_idx: Tensor | None) -> Tensor | None:
         """Return how often each rank has chosen each logical expert: int32 [num_ranks, num_logical_experts].
 
-        topk_idx: int32 or int64 [num_tokens, num_topk], addressable. None: nothing is counted, and the operation is a
-        barrier. Either way every rank has begun it when it is complete on one. Only with `gathers_counts`.
+        topk_idx: int32 or int64 [num_tokens, num_topk], addressable. None: the operation is a barrier, and returns
+        None. Either way every rank has begun it when it is complete on one. Only with `gathers_counts`.
         """
         raise AssertionError("this engine has no gather of counts")
 

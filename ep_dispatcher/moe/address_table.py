@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of
 
 
 def address_table(matrices: ExpertMatrices, device: torch.device) -> tuple[Tensor, bool]:
     """Return the addresses of the matrices, int64 on the device, and whether all are multiples of 16."""
     if isinstance(matrices, Tensor):
         step = matrices.stride(0) * matrices.element_size()
-        return _evenly_spaced_table(matrices.data_ptr(), step, len(matrices), device)
-    addresses = tuple([matrix.data_ptr() for matrix in matrices])
+        return _evenly_spaced_table(matrices.data_ptr(), step, matrices.shape[0], device)
+    return table_of(addresses_of(matrices), device)
+
+
+def table_of(addresses: tuple[int, ...], device: torch.device) -> tuple[Tensor, bool]:
+    """Return `address_table` of these addresses. It is copied to the device once."""
     table = _address_tables.get((addresses, device))
     if table is None:
         table = _make_address_table(addresses, device)

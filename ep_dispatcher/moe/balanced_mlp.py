@@ -9,6 +9,7 @@ gradients of copies move in a side stream, beside the GEMMs of a rank's own expe
     main   dispatch | w2 own        | w2 copies, activation | dw of copies | dw1     | w1       | dw2
     side              push | barrier ^                                       barrier   pull dw1  combine  pull dw2 ^
 
+The push of a new plan is launched by the host inside of the call of the dispatch, where it would only wait for counts.
 ``^`` is where the main stream waits for the side stream. dw are gradients of weights, and w1 stands for the product
 that gives the gradients of rows. A recompute has no plan to make, and pushes where the backward does.
 
@@ -38,6 +39,7 @@ from ep_dispatcher.balance.balancer import Balancer
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines.base import Engine
+from ep_dispatcher.engines.cuda.streams import in_stream
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
@@ -55,7 +57,6 @@ from ep_dispatcher.moe.grouped_mlp import (
     write_parameter_grads,
     write_second_grads,
 )
-from ep_dispatcher.moe.overlap import order_memory
 from ep_dispatcher.moe.slot_contents import (
     given,
     gradients_in_slots,
@@ -155,10 +156,14 @@ class _BalancedMlp(Function):
             else:
                 balanced = side.collective(balancer.balance, request.topk_idx)
                 copies = balanced.plan.copies
-                side.push(balancer, slots, copies, pushed)
-                with side.current():  # behind the push: its small kernels delay nothing there
-                    balancer.count(balanced.plan)
-                request = replace(request, topk_idx=balanced.topk_idx)
+                side.follow_main()  # up to the plan, so the push does not wait for the dispatch
+
+                def push() -> None:
+                    with side.current():
+                        balancer.push(slots, balanced.plan.copies, pushed)
+                        balancer.count(balanced.plan)  # behind the push: its small kernels delay nothing there
+
+                request = replace(request, topk_idx=balanced.topk_idx, meanwhile=push)
                 received = side.collective(engine.dispatch, request)
                 handles.append(new_handle(engine, request, received, copies))
             side.barrier(balancer)
@@ -296,12 +301,13 @@ class _SideStream:
     """
 
     def __init__(self, engine: Engine, t: Tensor):
-        self._engine = engine
-        self._main = self._side = None
+        self._engine = cast("CudaEngine", engine)
+        self._side: torch.cuda.Stream | None = None
+        self._main_address = self._side_address = 0
         self._is_in_operation = self._has_followed = False
         if t.is_cuda:
-            cuda_engine = cast("CudaEngine", engine)
-            self._main, self._side = torch.cuda.current_stream(t.device), cuda_engine.side_stream()
+            self._main_address, self._side = self._engine.current_address(), self._engine.side_stream()
+            self._side_address = self._side.cuda_stream
 
     def __enter__(self) -> _SideStream:
         return self
@@ -309,10 +315,12 @@ class _SideStream:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_of_all_ranks = self._is_in_operation and isinstance(error, ValueError)
         if error is not None and self._side is not None and not is_of_all_ranks:
-            cast("CudaEngine", self._engine).give_up("ran the experts of a layer", error)
+            self._engine.give_up("ran the experts of a layer", error)
         if self._has_followed:
             self.main_waits()
-        order_memory(self._side)
+        # What is freed from here on is reused behind kernels of the main stream (order_memory in overlap.py says when).
+        if self._side is not None and not torch.cuda.is_current_stream_capturing():
+            self._engine.order(self._engine.current_address(), self._side_address)
 
     def collective(self, operation: Callable[..., T], *arguments: Any) -> T:
         """Call an operation of the buffer in the current stream: the main one outside of ``with current()``.
@@ -326,7 +334,7 @@ class _SideStream:
 
     def current(self) -> AbstractContextManager[Any]:
         """Make it the current stream."""
-        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+        return nullcontext() if self._side is None else in_stream(self._side)
 
     def barrier(self, balancer: Balancer) -> None:
         """Let what follows in the side stream come after all earlier work of every rank."""
@@ -341,11 +349,11 @@ class _SideStream:
 
     def follow_main(self) -> None:
         """Let the side stream wait for all that the main stream has been given so far."""
-        if self._side is not None and self._main is not None:
-            self._side.wait_stream(self._main)
+        if self._side is not None:
+            self._engine.order(self._main_address, self._side_address)
             self._has_followed = True
 
     def main_waits(self) -> None:
         """Let the main stream wait for all that the side stream has been given so far."""
-        if self._side is not None and self._main is not None:
-            self._main.wait_stream(self._side)
+        if self._side is not None:
+            self._engine.order(self._side_address, self._main_address)

@@ -148,6 +148,8 @@ class CpuEngine(Engine):
         c, rail, num_tokens, weights = self._c, self._rail, rows.shape[0], address_of(request.topk_weights)
         c.num_scales = 0 if scales is None else scales.shape[1]
         with self._operation("dispatch", request.plan, num_tokens, request.num_rows, request.label) as step:
+            if request.meanwhile is not None:
+                request.meanwhile()
             if request.plan is None:
                 plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
             else:

@@ -299,12 +299,12 @@ class CudaEngine(CudaOperations):
     def mask_rank(self, rank: int) -> None:
         self.health.raise_if_ended()
         self._follow()
-        compiled, stream = self._compiled, torch.cuda.current_stream(self._device)
+        compiled = self._compiled
         flag = self._regions.addresses[rank] + compiled.excluded_offset(self._c_config) + 8 * self._topology.rank
         one = torch.ones(1, dtype=torch.int64, device=self._device)
-        compiled.copy(flag, one.data_ptr(), 8, stream.cuda_stream)  # signal the rank first
+        compiled.copy(flag, one.data_ptr(), 8, self.current_address())  # signal the rank first
         self._masked()[rank : rank + 1].fill_(1)
-        self._stream = stream  # later operations follow it
+        self._keep_stream()  # later operations follow it
 
     def _masked(self) -> Tensor:
         """Return the mask in the memory of the kernels: int32 [num_ranks], 1 for masked ranks."""
@@ -439,7 +439,7 @@ class CudaEngine(CudaOperations):
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
         self._reports.overlooks = found
 
-    def _wait_or_end(self, stream: torch.cuda.Stream) -> None:
+    def _wait_or_end(self, stream: torch.Stream) -> None:
         """Wait for a stream. An interrupt ends the buffer's use, so that destroy() does not wait for peers."""
         try:
             self._wait(stream)

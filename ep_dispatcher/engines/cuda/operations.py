@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from ep_dispatcher.engines.base import Engine, EngineConfig, PendingOperation, a
 from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.nccl import NcclRail
-from ep_dispatcher.engines.cuda.streams import SLICE_S, Streams
+from ep_dispatcher.engines.cuda.streams import SLICE_S, Streams, on_device
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.profiler_ranges import NoProfilerRanges, profile_operation
 from ep_dispatcher.engines.trace import StreamTrace
@@ -57,7 +56,6 @@ class CudaOperations(Streams, Engine):
     """The operations of the CUDA engine: dispatch, combine, and their hooks. engine.py has everything else."""
 
     # CudaEngine sets these before the first operation:
-    _compiled: Any  # the compiled module in use: _C_cuda or _C_nvshmem, which have the same interface
     _c: _C_cuda.Engine
     _c_config: _C_cuda.Config
     _reports: KernelReports
@@ -81,7 +79,7 @@ class CudaOperations(Streams, Engine):
             self.refuse_if_pending("dispatch")
             request.make_addressable()
             self._check(ranges, request.tensors())
-            with self.health.operation("dispatch"), self._on_device():
+            with self.health.operation("dispatch"), on_device(self._device_index):
                 stream = self._enter(ranges)
                 with self._traced("dispatch", request.is_send_only):
                     if needs_counts:
@@ -93,6 +91,8 @@ class CudaOperations(Streams, Engine):
                         else:
                             launch = self._c.decode_dispatch_send if request.is_send_only else self._c.decode_dispatch
                         launch(request, received, stream)
+                        if request.meanwhile is not None:
+                            request.meanwhile()
                 self._note_dispatch(request, received)
             if needs_counts and (self._c.has_report() or self.health.ended):
                 self._raise_when_in_step()
@@ -102,6 +102,9 @@ class CudaOperations(Streams, Engine):
         """Plan and stage, wait for the counts, allocate that number of rows, and pull them."""
         counts = self._allocate_counts(request)
         self._c.plan_and_stage(request, counts, stream)
+        if request.meanwhile is not None:
+            ranges.step("meanwhile")
+            request.meanwhile()
         ranges.step("wait for counts")
         num_rows = self._wait_for_counts()
         ranges.step("launch")
@@ -190,25 +193,26 @@ class CudaOperations(Streams, Engine):
         shape = (self._num_local_experts, columns, num_rows // self._num_local_experts)
         return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
 
-    def gather_counts(self, topk_idx: Tensor | None) -> Tensor:
+    def gather_counts(self, topk_idx: Tensor | None) -> Tensor | None:
         with self.config.wording, profile_operation("gather_counts") as ranges:
             self.refuse_if_pending("gather of counts")
             self._check(ranges, [("topk_idx", topk_idx)])
-            with self.health.operation("gather of counts"), self._on_device():
+            with self.health.operation("gather of counts"), on_device(self._device_index):
                 stream = self._enter(ranges)
                 with self._traced("gather of counts"):
-                    num_experts = 0 if topk_idx is None else self.config.num_logical_experts
-                    shape = (self.config.num_ranks, num_experts)
-                    counts = torch.empty(shape, dtype=torch.int32, device=self._device)
-                    index_bytes, num_choices = (8, 0) if topk_idx is None else (topk_idx.itemsize, topk_idx.numel())
-                    addresses = address_of(topk_idx), address_of(counts)
-                    self._c.gather_counts(addresses[0], index_bytes, num_choices, num_experts, addresses[1], stream)
+                    if topk_idx is None:
+                        self._c.gather_counts(0, 8, 0, 0, 0, stream)
+                        return None
+                    num_experts = self.config.num_logical_experts
+                    counts = torch.empty(self.config.num_ranks, num_experts, dtype=torch.int32, device=self._device)
+                    given = address_of(topk_idx), topk_idx.itemsize, topk_idx.numel()
+                    self._c.gather_counts(*given, num_experts, counts.data_ptr(), stream)
         return counts
 
     def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
         with self.config.wording, profile_operation("compare") as ranges:
             self._check(ranges, (("topk_idx", planned), ("topk_idx", given)))
-            with self.health.operation("compare"), self._on_device():
+            with self.health.operation("compare"), on_device(self._device_index):
                 stream = self._enter(ranges)
                 self._c.compare_routing(planned.data_ptr(), given.data_ptr(), given.shape[0], where, stream)
 
@@ -235,7 +239,7 @@ class CudaOperations(Streams, Engine):
             self.refuse_if_pending("combine")
             request.make_addressable()
             self._check(ranges, request.tensors())
-            with self.health.operation("combine"), self._on_device():
+            with self.health.operation("combine"), on_device(self._device_index):
                 stream = self._enter(ranges)
                 with self._traced("combine", request.is_send_only):
                     combined = self._allocate_sums(request)
@@ -270,7 +274,7 @@ class CudaOperations(Streams, Engine):
             checks.refuse(f"hook() has to be called {where}, where the {operation} was called")
         with self.config.wording, profile_operation(operation) as ranges:
             self._check(ranges)
-            with self.health.operation(operation), self._on_device():
+            with self.health.operation(operation), on_device(self._device_index):
                 stream = self._enter(ranges)
                 with self._traced(operation):
                     for t in (*pending.tensors, self.wait_ns.get(operation)):
@@ -295,7 +299,7 @@ class CudaOperations(Streams, Engine):
         """How long the host waits for this buffer's kernels. They have a limit of their own once they have started."""
         return 2 * self.config.timeout_s + 5
 
-    def _wait(self, stream: torch.cuda.Stream) -> None:
+    def _wait(self, stream: torch.Stream) -> None:
         """Wait for a stream, and let Python's signal handlers run. ``stream.synchronize()`` would not run them.
 
         RuntimeError if the stream is busy for longer than this buffer's kernels can take, or if another thread destroys
@@ -323,17 +327,12 @@ class CudaOperations(Streams, Engine):
             if t is not None and t.get_device() != self._device_index:
                 checks.fail(argument, f"a tensor on {t.device}", f"a tensor on {self._device}")
 
-    def _on_device(self) -> AbstractContextManager[None]:
-        is_current = torch._C._cuda_getDevice() == self._device_index
-        return _NO_SCOPE if is_current else torch.cuda.device(self._device_index)
-
     def _enter(self, ranges: NoProfilerRanges) -> int:
         """Let the current stream follow the last operation. Return the stream's address."""
-        # Only the address: torch.cuda.current_stream() makes a Python object, which costs 2 us more.
-        stream: int = torch._C._cuda_getCurrentRawStream(self._device_index)
-        if self._stream is None or self._stream.cuda_stream != stream:
+        stream = self.current_address()
+        if self._stream is None or self._stream_address != stream:
             self._follow()
-            self._stream = torch.cuda.current_stream()
+            self._keep_stream()
         ranges.step("launch")
         return stream
 

@@ -163,11 +163,9 @@ class RedundantExperts:
         late.refuse_unless(((mapping < 0) | is_of_another_rank).all(), _WRONG_MAPPING)
         return mapping[:, :, None].expand(-1, -1, 3).contiguous()
 
-    @torch.no_grad()
     def push(self, exchange: Exchange, copies: Tensor, num_blocks: int) -> None:
         self._live().push(exchange.homes, copies, exchange.pieces, exchange.of_experts, num_blocks)
 
-    @torch.no_grad()
     def pull(self, exchange: Exchange, copies: Tensor, num_blocks: int) -> None:
         self._live().pull(exchange.homes, copies, exchange.pieces, exchange.of_experts, num_blocks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ REQUIRED_SETTINGS = {
     "cpu_offloading": False,
 }
 DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # with others the host would wait for the counts
+_requires_grad = attrgetter("requires_grad")
 # Megatron's activation functions, and what replaces them.
 _QUICK_GELU = Activation("silu", alpha=1.702)
 ACTIVATIONS: Mapping[Callable[..., Any], Activation] = {
@@ -228,6 +230,9 @@ def _why_not_weights(ours: MegatronExperts) -> str | None:
             return "Megatron's FSDP holds its weights"
         if weight.dtype != dtype or weight.device != device:
             return "its weights have different dtypes or devices"
+        # Kernels write gradients, and copies of experts are moved, as they lie in memory.
+        if is_plain and not all(map(Tensor.is_contiguous, (weight, getattr(weight, "main_grad", weight)))):
+            return "its weights or their main_grads are not contiguous"
     if len({hasattr(weight, "main_grad") for weight in tensors}) > 1:
         return "some of its weights have no main_grad"
     if len({getattr(weight, "main_grad", weight).dtype for weight in tensors}) > 1:
@@ -268,7 +273,7 @@ def why_no_copies(ours: MegatronExperts) -> str | None:
         return f"{megatron_config.OVERLAPS_WGRAD} computes gradients of weights later"
     if getattr(ours.config, "delay_wgrad_compute", False):
         return "delay_wgrad_compute computes gradients of weights later"
-    if not all(weight.requires_grad for weight in ours.parameters().flat()):
+    if not all(map(_requires_grad, ours.parameters().flat())):
         return "some of its weights need no gradient"
     return why_no_overlap(ours)
 
