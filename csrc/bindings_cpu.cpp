@@ -162,6 +162,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       }))
       .def_property_readonly("epoch", &Engine::epoch)
       .def_readwrite("num_scales", &Engine::num_scales)
+      .def_readwrite("max_tokens_to_node", &Engine::max_tokens_to_node)
       .def_property_readonly("bytes_read", [](const Engine& e) { return e.traffic().bytes_read; })
       .def_property_readonly("bytes_written", [](const Engine& e) { return e.traffic().bytes_written; })
       .def_property_readonly("waited_ns", &Engine::waited_ns)

@@ -304,6 +304,13 @@ PYBIND11_MODULE(EP_MODULE, m) {
                                 {where.first, where.second}},
                                pointer<CUstream_st>(stream));
            })
+      .def("limit_tokens_to_node", &Engine::limit_tokens_to_node)
+      // Return MessageRows for a dispatch whose host does not wait for counts.
+      .def("limited_rows",
+           [](const Engine& e) {
+             const MessageRows rows = e.limited_rows();
+             return py::bytes(reinterpret_cast<const char*>(&rows), sizeof(rows));
+           })
       .def("send_by", &Engine::send_by, others_run)
       .def("has_captured_messages", &Engine::has_captured_messages)
       .def("message_bytes", &Engine::message_bytes)

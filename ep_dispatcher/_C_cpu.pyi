@@ -115,6 +115,7 @@ class Process:
 
 class Engine:
     num_scales: int
+    max_tokens_to_node: int
     def __init__(self, config: Config, buffer_uid: int) -> None: ...
     @property
     def epoch(self) -> int: ...

@@ -109,6 +109,9 @@ class Buffer(BufferSizes):
     redundant_experts_per_rank  slots of each rank, at most 8, for redundant copies of experts of other ranks of its
                          node. ep.moe_mlp and ep.MoELayer then balance every microbatch (docs/balance.md); other
                          dispatches on this buffer are refused. The same on all ranks
+    max_tokens_to_node   the most tokens of a rank that have an expert on any one other node, in dispatches with
+                         max_recv_rows. Where no host waits for counts, messages between nodes have this size; None:
+                         that of max_tokens_per_rank. The same on all ranks, and it can be set later (below)
 
     The sizes are read-only properties too, such as ``buffer.hidden``. ``buffer.max_recv_rows()`` is the safe limit of
     that name for a dispatch.
@@ -144,6 +147,7 @@ class Buffer(BufferSizes):
         suspendable: bool = False,
         mask_late_ranks: bool = False,
         redundant_experts_per_rank: int = 0,
+        max_tokens_to_node: int | None = None,
     ):
         self._engine: Engine | None = None
         self._balancer: Balancer | None = None
@@ -167,6 +171,7 @@ class Buffer(BufferSizes):
             suspendable=suspendable,
             mask_late_ranks=mask_late_ranks,
             redundant_experts_per_rank=redundant_experts_per_rank,
+            max_tokens_to_node=max_tokens_to_node,
         )
         try:
             with Gather(group, arguments.limit_s) as gather:
@@ -178,6 +183,7 @@ class Buffer(BufferSizes):
                 kind = self._engine.device
                 self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
             _buffers[self.id] = self
+            self.max_tokens_to_node = max_tokens_to_node
         except BaseException:  # it is raised again
             engine_or_none, self._engine = self._engine, None
             if engine_or_none is not None:  # after the last step: the others have the buffer, and learn that we left
@@ -201,6 +207,29 @@ class Buffer(BufferSizes):
     @label.setter
     def label(self, label: int | None) -> None:
         self._label = label or 0
+
+    @property
+    def max_tokens_to_node(self) -> int | None:
+        """The most tokens of a rank for any one other node; None: max_tokens_per_rank.
+
+            buffer.max_tokens_to_node = math.ceil(1.2 * mean_tokens_of_a_rank_for_a_node)
+            out = buffer.dispatch(x, topk_idx, max_recv_rows=rows)    # and what is done with out.handle
+
+        It is for dispatches with max_recv_rows on any rank, whose messages cannot be exact, as their hosts do not know
+        the counts. A new value is for later dispatches without a handle, so a captured graph keeps its own. All ranks
+        set the same value between the same two operations. If a rank has more tokens for a node, every rank raises an
+        ep.TooFewRowsError with the number that is enough, as for max_recv_rows. Decode layout has no such limit, nor
+        has a dispatch in which every host waits for the counts: its messages are exact.
+        """
+        return self._max_tokens_to_node
+
+    @max_tokens_to_node.setter
+    def max_tokens_to_node(self, most: int | None) -> None:
+        engine, config = self.live_engine(), self.config
+        most = checks.tokens_to_node(most)
+        has_limit = most is not None and most < config.max_tokens_per_rank and config.num_nodes > 1
+        engine.limit_tokens_to_node(most if most is not None and has_limit else 0)
+        self._max_tokens_to_node = most
 
     @property
     def is_destroyed(self) -> bool:

@@ -39,6 +39,7 @@ class BufferArguments:
     suspendable: bool
     mask_late_ranks: bool
     redundant_experts_per_rank: int
+    max_tokens_to_node: int | None
 
     @property
     def limit_s(self) -> float:
@@ -79,6 +80,7 @@ class BufferArguments:
             suspendable=checks.boolean("suspendable", self.suspendable),
             mask_late_ranks=checks.boolean("mask_late_ranks", self.mask_late_ranks),
             redundant_experts_per_rank=redundant,
+            max_tokens_to_node=checks.tokens_to_node(self.max_tokens_to_node),
             version=__version__,
             dtype=dtype,
         )

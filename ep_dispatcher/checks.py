@@ -201,6 +201,10 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
     num_tokens("x", x.shape[0], max_tokens)
 
 
+def tokens_to_node(most: object) -> int | None:
+    return None if most is None else integer("max_tokens_to_node", most, 1)
+
+
 def num_tokens(argument: str, given: int, max_tokens: int) -> None:
     """Raise ValueError if a rank has more tokens than its buffer takes."""
     if given > max_tokens:
@@ -262,7 +266,8 @@ def other_routing_error(argument: str, given: Any, planned: Any, where: tuple[in
 # Fields that must be equal on all ranks, in the order in which engines compare them. Each function describes a value.
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout", "a gather of counts")[n],
-    "handle": lambda epoch: f"the plan of epoch {epoch}" if epoch else "None",
+    "handle": lambda epoch: f"the plan of epoch {epoch}" if epoch > 0 else "None",
+    "max_tokens_to_node": lambda most: str(most or None),
     "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,
     "topk_weights": lambda given: "them" if given else "None",
@@ -272,14 +277,19 @@ AGREED: dict[str, Callable[[int], str]] = {
 
 
 def disagreement_error(field: str, rank: int, theirs: int, other: int, ours: int) -> ValueError:
-    """Return the error of unequal fields of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
+    """Return the error of unequal fields of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``.
+
+    "handle" of a new plan: 0, or in the CUDA engine the negative max_tokens_to_node
+    """
+    if field == "handle" and max(theirs, ours) <= 0:
+        field, theirs, ours = "max_tokens_to_node", -theirs, -ours
     describe = AGREED[field]
     verb, imperative = ("is in", "call") if field == "operation" else ("gave", "give")
     text = (
         f"{field}: rank {rank} {verb} {describe(theirs)}, rank {other} {verb} {describe(ours)}; "
         f"all ranks must {imperative} the same"
     )
-    if field == "operation" or (field == "handle" and 0 in (theirs, ours)):
+    if field == "operation" or (field == "handle" and min(theirs, ours) <= 0):
         text += ". So it looks if one of them is in a backward, and the other in a forward pass"
     return DisagreementError(text)
 
@@ -295,6 +305,15 @@ def too_few_rows_error(needs: Iterable[tuple[int, int]], label: int = 0) -> TooF
     each = (f"rank {rank} needs {needed} rows, but has {given}" for rank, (needed, given) in short.items())
     text = "max_recv_rows is too small: " + "; ".join(each)
     return TooFewRowsError(text, max(needed for needed, _ in short.values()), label)
+
+
+def too_many_to_node_error(counts: Iterable[tuple[int, int]], label: int = 0) -> TooFewRowsError:
+    """``counts``: (most tokens for another node, max_tokens_to_node) of each rank, in rank order."""
+    short = {rank: (most, given) for rank, (most, given) in enumerate(counts) if most > given}
+    each = (f"rank {rank} has {most} tokens for another node" for rank, (most, _) in short.items())
+    needed, given = max(short.values())
+    text = f"max_tokens_to_node is {given}, which is too small: {'; '.join(each)}. {needed} is enough for this routing"
+    return TooFewRowsError(text, needed, label, "max_tokens_to_node")
 
 
 def too_many_rows_error(alignment: int, rank: int, needed: int) -> ValueError:

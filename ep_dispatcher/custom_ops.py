@@ -201,8 +201,8 @@ def _dispatch_fake(*inputs: Any, **named_inputs: Any) -> DispatchOutputs:
             plan_size: int | SymInt = engine.plan_capacity(request.num_rows, request.layout)
         else:
             plan_size = torch.library.get_ctx().new_dynamic_size()
-            if engine.num_message_rows > 0:
-                message_rows = torch.empty(engine.num_message_rows, dtype=torch.int32, device="cpu")
+        if engine.num_message_rows > 0:
+            message_rows = torch.empty(engine.num_message_rows, dtype=torch.int32, device="cpu")
         plan = rows.new_empty(plan_size, dtype=torch.int32)
 
     scales = topk_weights = topk_idx = None

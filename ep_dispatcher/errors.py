@@ -124,15 +124,16 @@ class _FoundError(ValueError):
 
 
 class TooFewRowsError(_FoundError):
-    """More rows arrive than max_recv_rows.
+    """More rows arrive than max_recv_rows, or a rank has more tokens for another node than max_tokens_to_node.
 
-    needed_rows  the most that any rank needs
+    needed_rows  the most that any rank needs: rows that arrive, or tokens for one other node
     label        the buffer's when the dispatch was called or captured (``Buffer.label``)
+    argument     "max_recv_rows" or "max_tokens_to_node": what is too small
     """
 
-    def __init__(self, text: str, needed_rows: int, label: int):
-        super().__init__(text, needed_rows, label)
-        self.needed_rows, self.label = needed_rows, label
+    def __init__(self, text: str, needed_rows: int, label: int, argument: str = "max_recv_rows"):
+        super().__init__(text, needed_rows, label, argument)
+        self.needed_rows, self.label, self.argument = needed_rows, label, argument
 
 
 class UnknownExpertError(_FoundError):

@@ -118,8 +118,8 @@ class Received(NamedTuple):
     tokens_per_expert: Tensor  # int64; in decode layout an engine may return int32, here and in rows_per_expert
     rows_per_expert: Tensor
     plan: Tensor | None  # a new plan; None when the plan was given
-    # Of a new plan, int32 on the CPU: how many rows go to each node and come from it, where messages between nodes are
-    # posted by a host that knows them. None if it does not, and for wires that need no such numbers.
+    # Of a new plan, int32 on the CPU: how many rows messages to each node have, and those from it, where a host posts
+    # them; it may not know. None for wires that need no such numbers, and in decode layout.
     message_rows: Tensor | None = None
     rows_on_host: Tensor | None = None  # of a new plan, as in Handle
     anchor: Tensor | None = None  # of a quantized dispatch with gradients (QuantizedRows); made by with_anchor

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lib import decode, nodes, two_hosts
+from lib import decode, node_limits, nodes, two_hosts
 from lib import dispatch_combine as grid
 from lib import round_trip as round_trips
 from lib.dispatch_combine import GRID, Case, Inputs, check_case, expert_rows, to
@@ -43,7 +43,7 @@ class ImpatientBuffer(ep.Buffer):
 def begin(rank: int, ranks_per_node: int) -> None:
     """Let the ranks of a node share a GPU. Their buffers soon give up a peer that does not come."""
     torch.cuda.set_device(rank // ranks_per_node)
-    for module in (grid, nodes, round_trips):
+    for module in (grid, node_limits, nodes, round_trips):
         module.device_of = lambda engine, rank: f"cuda:{torch.cuda.current_device()}"
     ep.Buffer = ImpatientBuffer
 
@@ -153,6 +153,50 @@ def sizes(pool: RankPool, case: Case) -> None:
     for seed in range(2):
         num_tokens = grid.NUM_TOKENS["many"][: case.num_ranks][:: 1 - 2 * seed]
         check_case(lambda _: pool, "cuda", long, half_at_home(long, list(num_tokens), seed))
+
+
+def limits(pool: RankPool, case: Case) -> None:
+    """Messages of Buffer.max_tokens_to_node, and what they send with top-2 of 256 experts."""
+    pool.run(node_limits.change_routing, "cuda", case, 30)
+    pool.run(node_limits.too_many_to_node, "cuda", case, 6)
+    for captures in (False, True):
+        if case.ranks_per_node == 1:
+            pool.run(node_limits.send_little, "cuda", case.num_ranks, 2, case.num_ranks, captures)
+    pool.run(node_limits.replay, "cuda", case)
+
+
+def check_limited_sizes(rank: int, case: Case, most: int) -> None:
+    """Every message has exactly the limit, however few tokens there are, and also after an overflow."""
+    given = node_limits.some_nodes(case, [nodes.NUM_TOKENS] * case.num_ranks, 0)
+    x, idx, _ = given.on(rank, "cuda")
+    needed = max(node_limits.most_to_a_node(case, given))
+    rail = [r for r in range(case.num_ranks) if r % case.ranks_per_node == rank % case.ranks_per_node]
+    sent = [2 * case.hidden * most * (r in rail and r != rank) for r in range(case.num_ranks)]
+    with grid.make_buffer(case, "cuda", nodes.NUM_TOKENS) as buffer:
+        buffer.max_tokens_to_node = most
+
+        def check_sent(run, *args, **options):
+            result, counted, _ = nodes.sent_by(buffer, partial(run, *args, **options))
+            assert counted == sent, (counted, sent)
+            return result
+
+        for size in (nodes.NUM_ROWS, nodes.NUM_ROWS if rank == 0 else None):
+            if needed > most:
+                with pytest.raises(ep.TooFewRowsError, match=f"{needed} is enough"):
+                    buffer.dispatch(x, idx, max_recv_rows=size)
+                    buffer.check()
+                continue
+            out = check_sent(buffer.dispatch, x, idx, max_recv_rows=size)
+            check_sent(buffer.dispatch, x, handle=out.handle)
+            check_sent(buffer.combine, out.x, out.handle)
+            buffer.max_tokens_to_node = None  # an old plan keeps its limit
+            check_sent(buffer.combine, out.x, out.handle)
+            buffer.max_tokens_to_node = most
+
+
+def limited_sizes(pool: RankPool, case: Case) -> None:
+    for most in (100, 500, 599):
+        pool.run(check_limited_sizes, case, most)
 
 
 def check_two_buffers(rank: int, case: Case) -> None:
@@ -391,6 +435,8 @@ PARTS = dict(
     decode=lambda pool, case: pool.run(check_decode, case),
     hooks_in_graphs=lambda pool, case: decode.check_graphs(pool, *split_of(case), hooked=True),
     sizes=sizes,
+    limits=limits,
+    limited_sizes=limited_sizes,
     two_buffers=lambda pool, case: pool.run(check_two_buffers, case),
     late=late,
     differ=lambda pool, case: pool.run(check_differ, case),

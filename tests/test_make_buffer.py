@@ -554,6 +554,7 @@ def test_a_field_that_somebody_has_changed_ends_alike_on_both_ranks(rank, every)
         suspendable=False,
         mask_late_ranks=False,
         redundant_experts_per_rank=0,
+        max_tokens_to_node=None,
     )
     settings = arguments.own_settings(num_ranks=2)
     cases = [(path, other) for path in places([0, settings, None, None]) for other in OTHERS]

@@ -94,7 +94,7 @@ def test_without_a_check_it_would(objects, tmp_path, check, shape):
 
 # Kinds of messages between nodes, as the engine numbers them: (kind, int32 of the message, its field, operation)
 LIES = [
-    (0, 17, "num_tokens", "dispatch"),
+    (0, 19, "num_tokens", "dispatch"),
     (0, 0, "the rank in its call", "dispatch"),
     (1, 0, "slot_begin[0]", "dispatch"),
     (2, 0, "the rank in its call", "dispatch"),

@@ -10,14 +10,16 @@ namespace ep::cpu {
 
 // One operation as its caller gave it. Every rank writes one and compares the others with it.
 struct Call {
-  enum Field { kOperation, kHandle, kLayout, kAlignment, kWeights, kRowBytes, kScales, kNumFields };
+  enum Field { kOperation, kHandle, kTokensToNode, kLayout, kAlignment, kWeights, kRowBytes, kScales, kNumFields };
   // As ep_dispatcher/checks.py names them (AGREED).
-  static constexpr const char* kNames[kNumFields] = {
-      "operation", "handle", "layout", "expert_alignment", "topk_weights", "x: bytes per row", "x: scales per row"};
+  static constexpr const char* kNames[kNumFields] = {"operation",        "handle",           "max_tokens_to_node",
+                                                     "layout",           "expert_alignment", "topk_weights",
+                                                     "x: bytes per row", "x: scales per row"};
   static constexpr int64_t kDispatch = 0, kCombine = 1, kWeightedCombine = 2;  // values of kOperation
 
   int64_t rank;
-  int64_t given[kNumFields];  // kHandle: 0 for a new plan, else the epoch of the plan's dispatch
+  // kHandle: 0 for a new plan, else the epoch of the plan's dispatch. kTokensToNode: 0 for none, or with a handle
+  int64_t given[kNumFields];
 
   // Return the first differing field, or kNumFields.
   int differs_from(const Call& other) const {
@@ -36,6 +38,7 @@ struct Call {
 //
 //   disagreement      field, facts {rank, theirs, other rank, ours}
 //   too_few_rows      facts {needed, given} of each rank
+//   too_many_to_node  facts {most tokens for another node, max_tokens_to_node} of each rank
 //   too_many_rows     facts {alignment, rank, needed}
 //   too_many_choices  facts {rank, choices}
 struct Refused : std::exception {

@@ -174,9 +174,9 @@ void Engine::check_plan(const int32_t* block, size_t elements, int64_t num_token
         "handle: given a plan that was changed, allowed: the handle as its dispatch returned it");
 }
 
-Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const {
+Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment, int64_t tokens_to_node) const {
   return {config_.rank,
-          {operation, plan, layout, alignment, has_weights_, static_cast<int64_t>(bytes_per_row_[0]),
+          {operation, plan, tokens_to_node, layout, alignment, has_weights_, static_cast<int64_t>(bytes_per_row_[0]),
            bytes_per_row_.size() > 1 ? num_scales : 0}};
 }
 

@@ -101,6 +101,9 @@ class Engine {
 
   // ---- dispatch
   int64_t num_scales = 0;  // of a row; set by the caller before a dispatch, and compared between ranks
+  // The most tokens of a rank for another node in a new plan with max_recv_rows on any rank; 0: any number. Set by the
+  // caller, and compared. Decode layout has no such limit.
+  int64_t max_tokens_to_node = 0;
   // Announce a dispatch with a new plan. Wait for free staging. Write this rank's counts and lists, for all nodes.
   void route(const RouteArgs& args, const DispatchArgs& payload);
   // Announce an operation with the plan of a handle.
@@ -113,7 +116,8 @@ class Engine {
   Span incoming_counts(int node) const;
   // Signal this node: the message is complete.
   void counts_arrived(int node);
-  // Wait for all Calls and counts, and compare. Throw Refused where ranks differ or max_recv_rows is too small.
+  // Wait for all Calls and counts, and compare. Throw Refused where ranks differ, or max_recv_rows or
+  // max_tokens_to_node is too small.
   OutputSizes count();
   // Return the lists for the rail peer on `node`.
   Span outgoing_lists(int node);
@@ -162,11 +166,13 @@ class Engine {
   void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch);
   void wait_for(Flag* Region::* flags, int index, const char* phase) { wait_for(flags, index, phase, epoch_); }
   // Return this rank's Call of the operation under way.
-  Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
+  Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment, int64_t tokens_to_node = 0) const;
   void announce(const Call& call);
   // Check and record the Call of `rank`, and whether it differs from this rank's.
   void compare(const Call& theirs, int rank);
   void compare_payloads(int node);
+  // Throw Refused if a rank has more tokens for another node than max_tokens_to_node. Called once all counts are there.
+  void check_tokens_to_nodes() const;
 
   int rank_at(int node, int local) const { return config_.rank_at[node * config_.ranks_per_node + local]; }
   const Region& own() const { return regions_[config_.local_rank]; }

@@ -47,7 +47,8 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   bytes_per_row_.clear();
   for (const Rows& rows : payload.rows) bytes_per_row_.push_back(rows.bytes_per_row);
   has_weights_ = payload.topk_weights != nullptr;
-  announce(call_of(Call::kDispatch, 0, static_cast<int64_t>(args.layout), args.expert_alignment));
+  const int64_t tokens_to_node = args.layout == Layout::kDecode ? 0 : max_tokens_to_node;
+  announce(call_of(Call::kDispatch, 0, static_cast<int64_t>(args.layout), args.expert_alignment, tokens_to_node));
   wait_for(&Region::consumed, 0, "free staging", staged_epoch_);
   staged_epoch_ = epoch_;
 
@@ -151,7 +152,7 @@ OutputSizes Engine::count() {
   const int64_t alignment = mine.call.given[Call::kAlignment], layout = mine.call.given[Call::kLayout];
   const int experts = num_experts_local();
   std::vector<int64_t> needs;  // (rows needed, max_recv_rows) of each rank
-  bool too_few = false;
+  bool too_few = false, is_static = false;
 
   // Add up every rank's rows, not only this rank's: all ranks must refuse alike.
   new_head_ = {};
@@ -171,6 +172,7 @@ OutputSizes Engine::count() {
     if (needed > INT32_MAX) throw Refused("too_many_rows", {alignment, rank, needed});
     if (copies > INT32_MAX) throw Refused("too_many_choices", {rank, copies});
     too_few = too_few || (given >= 0 && needed > given);
+    is_static = is_static || given >= 0;
     needs.insert(needs.end(), {needed, given});
     if (rank != config_.rank) continue;
     new_head_.num_items = static_cast<int32_t>(items);
@@ -178,6 +180,7 @@ OutputSizes Engine::count() {
     new_head_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
   }
   if (too_few) throw Refused("too_few_rows", needs);
+  if (is_static && mine.call.given[Call::kTokensToNode] > 0) check_tokens_to_nodes();
 
   // Fill the head of the new plan.
   new_head_.magic = PlanHead::kMagic;
@@ -191,6 +194,22 @@ OutputSizes Engine::count() {
   Cursor c;
   carve_plan(c, config_, &new_head_);
   return {new_head_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};
+}
+
+// Messages of this engine have the rows that cross. It refuses a routing all the same, where the CUDA engine must: a
+// host that does not wait for counts sends messages of this size.
+void Engine::check_tokens_to_nodes() const {
+  const int64_t most = own_call_.given[Call::kTokensToNode];
+  std::vector<int64_t> tokens;  // (most tokens for another node, the limit) of each rank
+  bool too_many = false;
+  for (int source = 0; source < config_.num_ranks(); ++source) {
+    int64_t found = 0;
+    for (int m = 0; m < config_.num_nodes; ++m)
+      if (m != node_of_[source]) found = std::max<int64_t>(found, counts_[source].node_tokens[m]);
+    too_many = too_many || found > most;
+    tokens.insert(tokens.end(), {found, most});
+  }
+  if (too_many) throw Refused("too_many_to_node", tokens);
 }
 
 void Engine::copy_counts() {

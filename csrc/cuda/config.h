@@ -128,10 +128,12 @@ struct Config : Sizes {
   size_t max_metadata_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
-// Rows in exact messages of the NCCL wire with one plan (messages.h). Part of its head; also reported to a host that
-// waits for counts.
+// Rows in messages of the NCCL wire with one plan (messages.h). They are exact if all hosts have waited for the counts.
+// Otherwise they are limited if max_tokens_to_node was given. Part of the plan's head, there always with the rows that
+// cross; also reported to a host that waits for counts, with the rows of messages.
 struct MessageRows {
-  int32_t known;  // 1: all hosts have waited for the counts. 0: nothing below is known, and nothing is packed
+  int32_t known;  // 0: nothing below is known, messages have rows for all tokens of the buffer, and nothing is packed
+  int32_t limit;  // rows of each message, however many cross: max_tokens_to_node; 0: messages are exact
   // A bit per other node: messages to it have only tokens with experts there, and their rows are numbered without gaps
   // (Plan::sent_rows). In others the row is the token.
   uint32_t packed;

@@ -76,6 +76,17 @@ void Engine::send_by(std::shared_ptr<NcclComm> comm) {
 
 bool Engine::has_captured_messages() const { return messages_ && messages_->has_captured(); }
 
+MessageRows Engine::limited_rows() const {
+  MessageRows rows{};
+  if (!messages_ || max_tokens_to_node_ == 0) return rows;
+  rows.known = 1;
+  rows.limit = max_tokens_to_node_;
+  rows.packed = context_.config.all_nodes() & ~(1u << context_.node);
+  for (int node = 0; node < context_.config.num_nodes; ++node)
+    if (node != context_.node) rows.to[node] = rows.from[node] = max_tokens_to_node_;
+  return rows;
+}
+
 uint64_t Engine::message_bytes() const { return messages_ ? messages_->bytes() : 0; }
 
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, Launch part, cudaStream_t stream) const {

@@ -13,6 +13,18 @@
 
 namespace ep::cuda {
 
+// NCCL wire: how many rows the messages of a launch have.
+struct MessageSizes {
+  const MessageRows* rows = nullptr;  // in host memory; null: for all tokens that the buffer is for
+  int32_t limit = 0;                  // MessageRows::limit
+
+  MessageSizes() = default;
+  explicit MessageSizes(const MessageRows* given) : rows(given), limit(given ? given->limit : 0) {}
+  // [host] [thread] Return whether rows are packed; whether messages have only the rows that cross.
+  EP_HOST_DEVICE bool are_known() const { return rows != nullptr; }
+  EP_HOST_DEVICE bool are_exact() const { return rows != nullptr && limit == 0; }
+};
+
 // What every dispatch has, in training and in decode layout. All addresses are of device memory.
 struct RowArgs {
   const int64_t* topk_idx = nullptr;  // [num_tokens, num_topk]; null: use the plan of a handle
@@ -34,9 +46,9 @@ struct RowArgs {
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
   int32_t num_blocks = 0;      // of a launch: at most the num_sms of state_bytes()
   int32_t rail_blocks = 0;     // the last ones of them, for the rail; 0 with one node
-  // NCCL wire: those of the plan, in host memory, so messages of this launch are exact; null: they have all tokens that
-  // the buffer is for
-  const MessageRows* message_rows = nullptr;
+  // The most tokens of a rank for another node in a new plan, if any host does not wait for the counts; 0: any number
+  int32_t max_tokens_to_node = 0;
+  MessageSizes messages;
 };
 
 // One dispatch in expert or rank layout. out_scales is [num_rows, scale_bytes / 4].
@@ -78,7 +90,7 @@ struct SumArgs {
   int64_t* wait_ns = nullptr;  // as in RowArgs, as are the next three
   int32_t num_blocks = 0;
   int32_t rail_blocks = 0;
-  const MessageRows* message_rows = nullptr;
+  MessageSizes messages;
 };
 
 // One combine with a plan of expert or rank layout.
@@ -140,6 +152,11 @@ class Engine {
   // nodes. It must be connected. Wait as the constructor of Messages.
   void send_by(std::shared_ptr<NcclComm> comm);
   bool sends_messages() const { return messages_ != nullptr; }
+  // [host] Limit the tokens of a rank for another node in later new plans, but not in decode layout; 0: any number.
+  void limit_tokens_to_node(int32_t most) { max_tokens_to_node_ = most; }
+  int32_t max_tokens_to_node() const { return max_tokens_to_node_; }
+  // [host] Return the rows of messages with such a plan, if this host does not wait for counts.
+  MessageRows limited_rows() const;
   bool has_captured_messages() const;
   // [host] Return the bytes of all messages enqueued so far; 0 without messages.
   uint64_t message_bytes() const;
@@ -219,6 +236,7 @@ class Engine {
   Blocks blocks_[3];                    // by layout
   int64_t* wait_ns_[2] = {};            // by operation
   uint64_t ticket_ = 0;                 // of the last counted dispatch
+  int32_t max_tokens_to_node_ = 0;
 };
 
 // [host] Return the bytes of pinned memory for the reports of one rank.

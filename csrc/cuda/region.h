@@ -22,7 +22,8 @@ struct Counts {
   __device__ int32_t& num_items(int rank) const { return data[rank]; }  // items from the source to `rank`
   // Tokens of the source for `expert`.
   __device__ int32_t& num_tokens(const Config& config, int expert) const { return data[config.num_ranks() + expert]; }
-  // Tokens of the source with experts on `node`. Written on the NCCL wire, by a rank whose host waits for counts.
+  // Tokens of the source with experts on `node`. Written with max_tokens_to_node; otherwise on the NCCL wire, by a rank
+  // whose host waits for counts.
   __device__ int32_t& num_rows(const Config& config, int node) const {
     return data[config.num_ranks() + config.num_experts + node];
   }

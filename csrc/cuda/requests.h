@@ -102,10 +102,10 @@ inline Quantize quantize_of(pybind11::handle request) {
   throw pybind11::value_error("unknown quantize " + std::string(name));
 }
 
-// Return the numbers of messages between nodes, or null where no host knows them.
-inline const MessageRows* message_rows_of(pybind11::handle owner) {
+// Return the sizes of messages between nodes.
+inline MessageSizes message_sizes_of(pybind11::handle owner) {
   const auto* rows = TensorRef(owner, Names::get().message_rows).address<const MessageRows>();
-  return rows && rows->known ? rows : nullptr;
+  return MessageSizes(rows && rows->known ? rows : nullptr);
 }
 
 // Return the plan of a request: the plan that it gives, or the plan of its result.
@@ -146,8 +146,9 @@ inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::
   args.num_rows = static_cast<int32_t>(out_rows ? out_rows.size(0) : int_field(request, names.num_rows));
   args.out_rows = out_rows.address<char>();
   args.out_scales = TensorRef(received, names.scales).address<float>();
-  args.message_rows = message_rows_of(request);
-  if (!args.message_rows) args.message_rows = message_rows_of(received);
+  args.messages = message_sizes_of(request);
+  if (!args.messages.are_known()) args.messages = message_sizes_of(received);
+  if (args.topk_idx && args.layout != Layout::kDecode) args.max_tokens_to_node = engine.max_tokens_to_node();
 }
 
 inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received) {
@@ -182,7 +183,7 @@ inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::
   args.wait_ns = engine.wait_ns(Operation::kCombine);
   args.num_blocks = blocks.num_blocks;
   args.rail_blocks = blocks.rail_blocks;
-  args.message_rows = message_rows_of(request);
+  args.messages = message_sizes_of(request);
 }
 
 inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined) {

@@ -39,20 +39,23 @@ static_assert(std::size(kPhaseNames) == static_cast<size_t>(Phase::kWrongChoices
 // Errors of the caller, as found by kernels, and their names for KernelReports.
 enum class Error : int32_t {
   kNone,
-  kBadEntry,     // an entry of topk_idx is no expert, or repeats one; it counts as -1
-  kTooFewRows,   // a rank needs more rows than its max_recv_rows
-  kTooManyRows,  // a rank would receive 2^31 rows or more
-  kDiffer,       // the Calls of two ranks differ
-  kOtherRouting  // the routing of a recompute differs from its plan
+  kBadEntry,      // an entry of topk_idx is no expert, or repeats one; it counts as -1
+  kTooFewRows,    // a rank needs more rows than its max_recv_rows
+  kTooManyRows,   // a rank would receive 2^31 rows or more
+  kDiffer,        // the Calls of two ranks differ
+  kOtherRouting,  // the routing of a recompute differs from its plan
+  kTooManyToNode  // a rank has more tokens for another node than max_tokens_to_node
 };
-constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ", "other_routing"};
-static_assert(std::size(kErrorNames) == static_cast<size_t>(Error::kOtherRouting) + 1);
+constexpr const char* kErrorNames[] = {"none",   "bad_entry",     "too_few_rows",    "too_many_rows",
+                                       "differ", "other_routing", "too_many_to_node"};
+static_assert(std::size(kErrorNames) == static_cast<size_t>(Error::kTooManyToNode) + 1);
 
 // Facts of one error. Written by its finder (error.cuh), read by the host.
 //
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
 //   kTooFewRows   value: DispatchArgs::label; rows of rank r: those needed, and Field::kMaxRows
 //   kTooManyRows  detail: expert_alignment; rows as above
+//   kTooManyToNode value: DispatchArgs::label; rows of rank r: most tokens for another node, and the limit
 //   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
 //   kOtherRouting detail: token, k, RoutingComparison::where; value: the entry given; first of the rows: that of the
 //   plan

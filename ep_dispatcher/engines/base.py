@@ -179,6 +179,9 @@ class Engine(Protocol):
     def check(self) -> None:
         """Wait for the operations in the current stream, and raise their errors."""
 
+    def limit_tokens_to_node(self, most: int) -> None:
+        """Do what Buffer.max_tokens_to_node says; 0: no limit."""
+
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
         """Do what Buffer.overlook() says."""
         return

@@ -49,7 +49,7 @@ __device__ inline Call call_of(const Params& params) {
   Call call{};
   const auto set = [&](Field field, int32_t value) { call.set(field, value); };
   set(Field::kOperation, static_cast<int32_t>(Operation::kDispatch));
-  set(Field::kPlan, params.new_plan() ? 0 : params.plan.head->made);
+  set(Field::kPlan, params.new_plan() ? -args.max_tokens_to_node : params.plan.head->made);
   set(Field::kLayout, static_cast<int32_t>(args.layout));
   set(Field::kAlignment, args.expert_alignment);
   set(Field::kWeights, params.has_weights());
@@ -68,7 +68,9 @@ __device__ void send_counts(const Op<K>& op, const Params& params) {
   const Context& context = op.context;
   const StateArrays& arrays = context.arrays;
   if (params.plan_blocks > 1) sum_parts(op, arrays.block_num_tokens, arrays.block_num_items, params.plan_blocks, true);
-  if (has_messages(op) && params.reports_counts() && PullWarps::warp() == PullWarps::kWarps - 1) {
+  const bool counts_rows =
+      op.num_nodes() > 1 && (params.args.max_tokens_to_node > 0 || (has_messages(op) && params.reports_counts()));
+  if (counts_rows && PullWarps::warp() == PullWarps::kWarps - 1) {
     const int node = threadIdx.x % 32;
     const int rows = rows_before(params.plan.sent_nodes, op.num_nodes(), params.args.num_tokens);
 #pragma unroll 1
@@ -198,13 +200,30 @@ __device__ void find_first_rows(const Op<K>& op, const Params& params, const Scr
   PullWarps::sync();
 }
 
+// [warp] Write the facts of an error with two numbers of each rank, numbers_of(rank, which), if lane 0 has `claimed`
+// it. Called in warp 0 of block 0.
+template <Kernels K, class Params, class NumbersOf>
+__device__ inline void keep_numbers(const Op<K>& op, const Params& params, bool claimed, const NumbersOf& numbers_of) {
+  const Context& context = op.context;
+  claimed = __shfl_sync(~0u, claimed, 0);
+  if (claimed) {
+    ErrorFacts& facts = context.state->facts;
+    facts.detail[0] = params.args.expert_alignment;
+    facts.value = params.args.label;
+#pragma unroll 1
+    for (int rank = threadIdx.x; rank < op.num_ranks(); rank += 32)
+      for (int which = 0; which < 2; ++which) context.arrays.error_rows[rank][which] = numbers_of(rank, which);
+    __threadfence();
+  }
+  __syncwarp();
+}
+
 // [warp] Return whether the rows of all ranks fit into their outputs; all ranks get the same result. If not, block 0
 // keeps the error, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
 // scratch.needed and scratch.max_rows.
 // reports: kTooFewRows, kTooManyRows
 template <Kernels K, class Params>
 __device__ bool rows_fit(const Op<K>& op, const Params& params, const Scratch& scratch, bool keeps = true) {
-  const Context& context = op.context;
   const int lane = threadIdx.x % 32;
   bool countable = true, fit = true;
 #pragma unroll 1
@@ -217,21 +236,34 @@ __device__ bool rows_fit(const Op<K>& op, const Params& params, const Scratch& s
   }
   if (countable && fit) return true;
   if (op.block != 0 || !keeps) return false;
-  // Keep the error.
-  bool claimed = threadIdx.x == 0 && try_record_error(context, countable ? Error::kTooFewRows : Error::kTooManyRows);
-  claimed = __shfl_sync(~0u, claimed, 0);
-  if (claimed) {
-    ErrorFacts& facts = context.state->facts;
-    facts.detail[0] = params.args.expert_alignment;
-    facts.value = params.args.label;
+  const bool claimed =
+      threadIdx.x == 0 && try_record_error(op.context, countable ? Error::kTooFewRows : Error::kTooManyRows);
+  keep_numbers(op, params, claimed,
+               [&](int rank, int which) { return which == 0 ? scratch.needed[rank] : scratch.max_rows[rank]; });
+  return false;
+}
+
+// [warp] Return whether no rank has more tokens for another node than max_tokens_to_node; all ranks get the same
+// result. If one has, block 0 keeps the error. Called by warp 0 of a planning block, after `called` of all ranks.
+// reports: kTooManyToNode
+template <Kernels K, class Params>
+__device__ __noinline__ bool tokens_to_nodes_fit(Op<K> op, const Params& params) {
+  const int limit = params.args.max_tokens_to_node;
+  const auto most_of = [&](int source) {
+    const Counts counts = own_counts(op, source);
+    int most = 0;
 #pragma unroll 1
-    for (int rank = lane; rank < op.num_ranks(); rank += 32) {
-      context.arrays.error_rows[rank][0] = scratch.needed[rank];
-      context.arrays.error_rows[rank][1] = scratch.max_rows[rank];
-    }
-    __threadfence();
-  }
-  __syncwarp();
+    for (int node = 0; node < op.num_nodes(); ++node)
+      if (node != op.node_of(source)) most = max(most, __ldcg(&counts.num_rows(op.context.config, node)));
+    return most;
+  };
+  bool fit = true;
+#pragma unroll 1
+  for (int source = threadIdx.x; source < op.num_ranks(); source += 32) fit &= most_of(source) <= limit;
+  if (__all_sync(~0u, fit)) return true;
+  if (op.block != 0) return false;
+  const bool claimed = threadIdx.x == 0 && try_record_error(op.context, Error::kTooManyToNode);
+  keep_numbers(op, params, claimed, [&](int rank, int which) -> int64_t { return which == 0 ? most_of(rank) : limit; });
   return false;
 }
 
@@ -248,7 +280,7 @@ __device__ inline void report_rows(const Op<K>& op, const Params& params, int nu
   *static_cast<volatile uint64_t*>(&report->counted) = params.ticket();
 }
 
-// [warp] Return whether every host waits for the counts, and so knows the size of exact messages. Called in planning
+// [warp] Return whether every host waits for the counts, and so knows the sizes of exact messages. Called in planning
 // blocks, after find_first_rows.
 template <Kernels K>
 __device__ inline bool all_hosts_wait(const Op<K>& op, const Scratch& scratch) {
@@ -258,16 +290,24 @@ __device__ inline bool all_hosts_wait(const Op<K>& op, const Scratch& scratch) {
   return __all_sync(~0u, all);
 }
 
+// What a planning block finds out about a new plan.
+struct PlanFacts {
+  bool usable;   // it will have items
+  bool known;    // as in MessageRows
+  bool limited;  // some host does not wait for the counts, and max_tokens_to_node was given
+};
+
 // [warp] Write the rows of messages to the head of the plan, and report them to a waiting host. Without a usable plan
 // exact messages have none. Called in write_head.
-// reports: kWrongCounts (rows of an exact message; they count as 0)
+// reports: kWrongCounts (rows of a message; they count as 0)
 template <Kernels K, class Params>
-__device__ inline void write_message_rows(const Op<K>& op, const Params& params, bool usable, bool known) {
+__device__ inline void write_message_rows(const Op<K>& op, const Params& params, const PlanFacts& facts) {
   const Context& context = op.context;
   const int node = threadIdx.x % 32;
+  const bool is_other = node < op.num_nodes() && node != context.node;
   int to = 0, from = 0;
   bool packs = false;
-  if (usable && known && node < op.num_nodes() && node != context.node) {
+  if (facts.usable && facts.known && is_other) {
     const auto rows_of = [&](int source, int of) {
       return __ldcg(&own_counts(op, source).num_rows(context.config, of));
     };
@@ -277,24 +317,30 @@ __device__ inline void write_message_rows(const Op<K>& op, const Params& params,
       from = 0;
       abort_because_of(op, Phase::kWrongCounts, source, 0);
     }
-    packs = is_packed(to, params.args.num_tokens);
+    packs = facts.limited || is_packed(to, params.args.num_tokens);
     if (!packs) to = params.args.num_tokens;
-    if (!is_packed(from, sent_tokens)) from = sent_tokens;
+    if (!facts.limited && !is_packed(from, sent_tokens)) from = sent_tokens;
   }
-  const uint32_t packed = __ballot_sync(~0u, packs);
+  const int limit = facts.known && facts.limited ? params.args.max_tokens_to_node : 0;
   const auto write = [&](MessageRows& rows) {
-    if (node == 0) rows.known = known, rows.packed = packed;
+    const uint32_t packed = __ballot_sync(~0u, packs);
+    if (node == 0) rows.known = facts.known, rows.limit = limit, rows.packed = packed;
     if (node < kMaxNodes) rows.to[node] = to, rows.from[node] = from;
   };
   write(params.plan.head->message_rows);
-  if (has_messages(op) && params.reports_counts()) write(*context.reports.message_rows);
+  if (has_messages(op) && params.reports_counts()) {
+    // Messages of limited size cross even without a usable plan: some hosts do not know better.
+    if (limit > 0) packs = is_other, to = from = is_other ? limit : 0;
+    write(*context.reports.message_rows);
+  }
   __syncwarp();
 }
 
-// [warp] Write the head of the plan, and report the rows. Called in one warp of block 0. Without `usable` the counts
-// are not read: after a difference they may be stale. `known`: as in MessageRows.
+// [warp] Write the head of the plan, and report the rows. Called in one warp of block 0. Without a usable plan the
+// counts are not read: after a difference they may be stale.
 template <Kernels K, class Params>
-__device__ void write_head(const Op<K>& op, const Params& params, const Scratch& scratch, bool usable, bool known) {
+__device__ void write_head(const Op<K>& op, const Params& params, const Scratch& scratch, const PlanFacts& facts) {
+  const bool usable = facts.usable;
   const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
   PlanHead& head = *params.plan.head;
   // Find the first item of each source. Count the partial sums of a combine: from ranks of this node, for tokens of
@@ -324,7 +370,7 @@ __device__ void write_head(const Op<K>& op, const Params& params, const Scratch&
     head.num_rows = usable ? static_cast<int32_t>(scratch.needed[op.rank()]) : 0;
     head.usable = usable;
   }
-  if (op.num_nodes() > 1) write_message_rows(op, params, usable, known);
+  if (op.num_nodes() > 1) write_message_rows(op, params, facts);
   __syncwarp();
   report_rows(op, params, head.num_rows);
 }
@@ -346,7 +392,8 @@ __device__ bool wait_for_free_staging(const Op<K>& op, bool is_free) {
 // raises: listed
 template <Kernels K, class Params>
 __device__ Verdict make_plan(const Op<K>& op, const Params& params, char* shared) {
-  __shared__ bool usable, known, broken;
+  __shared__ PlanFacts facts;
+  __shared__ bool broken;
   const Context& context = op.context;
   Cursor c(shared);
   const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps);
@@ -367,18 +414,22 @@ __device__ Verdict make_plan(const Op<K>& op, const Params& params, char* shared
   if (verdict == Verdict::kAborted) return verdict;
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch, broken);
   if (threadIdx.x < 32) {
-    const bool fits = verdict == Verdict::kAgree && !broken && rows_fit(op, params, scratch);
+    const bool agrees = verdict == Verdict::kAgree;
+    const bool all_wait = op.num_nodes() > 1 && agrees && all_hosts_wait(op, scratch);
+    const bool limited = op.num_nodes() > 1 && agrees && !all_wait && params.args.max_tokens_to_node > 0;
+    const bool fits =
+        agrees && !broken && rows_fit(op, params, scratch) && (!limited || tokens_to_nodes_fit(op, params));
     // After a difference nothing more is sent for this plan.
-    const bool all_know = has_messages(op) && (verdict != Verdict::kAgree || all_hosts_wait(op, scratch));
-    if (threadIdx.x == 0) usable = fits, known = all_know;
+    const bool known = has_messages(op) && (!agrees || all_wait || limited);
+    if (threadIdx.x == 0) facts = {fits, known, limited};
   }
   PullWarps::sync();
   if (broken) return Verdict::kAborted;
   // Write the head in the last warp: with few tokens it has none to list.
-  if (op.block == 0 && PullWarps::warp() == PullWarps::kWarps - 1) write_head(op, params, scratch, usable, known);
+  if (op.block == 0 && PullWarps::warp() == PullWarps::kWarps - 1) write_head(op, params, scratch, facts);
   // List the items, or clear the caller's counts.
-  if (usable) {
-    list_items(op, params, scratch, known);
+  if (facts.usable) {
+    list_items(op, params, scratch, facts.known, facts.limited);
   } else if (op.block == 0) {
     for (int e = threadIdx.x; e < context.num_local_experts; e += PullWarps::kThreads) params.write_counts(e, 0, 0);
   }

@@ -257,9 +257,9 @@ __device__ __noinline__ inline int rows_before(const uint32_t* sent_nodes, int n
 // [team] Write the items and tables of this rank's tokens. Called by the pull warps of a planning block, after
 // find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
 // plan, and for other nodes to table_out. The plan also gets sent_k and k_node, and with rows `known` (MessageRows)
-// sent_rows. `agree` has freed all this memory. No barrier at the end.
+// sent_rows. `limited`: as in PlanFacts. `agree` has freed all this memory. No barrier at the end.
 template <Kernels K, class Params>
-__device__ void list_items(const Op<K>& op, const Params& params, const Scratch& scratch, bool known) {
+__device__ void list_items(const Op<K>& op, const Params& params, const Scratch& scratch, bool known, bool limited) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;
   const Context& context = op.context;
@@ -286,8 +286,8 @@ __device__ void list_items(const Op<K>& op, const Params& params, const Scratch&
   int next_row = 0;
   if (op.num_nodes() > 1 && known) {
     const bool is_other = lane < op.num_nodes() && lane != context.node;
-    packed = __ballot_sync(
-        ~0u, is_other && is_packed(__ldcg(&own_counts(op, op.rank()).num_rows(config, lane)), params.args.num_tokens));
+    const auto rows = [&] { return __ldcg(&own_counts(op, op.rank()).num_rows(config, lane)); };
+    packed = __ballot_sync(~0u, is_other && (limited || is_packed(rows(), params.args.num_tokens)));
     if (packed != 0) next_row = rows_before(params.plan.sent_nodes, op.num_nodes(), scan.begin);
   }
   __syncwarp();

@@ -170,12 +170,12 @@ void Messages::finish(cudaStream_t stream, bool joins) {
 void Messages::exchange_dispatch(const RowArgs& args, size_t bytes_of_metadata) {
   const Config& config = context_.config;
   const Region& own = context_.own;
-  const bool exact = args.message_rows;
-  const MessageRows rows = rows_of(args.message_rows);
+  const bool known = args.messages.are_known();
+  const MessageRows rows = rows_of(args.messages.rows);
   const size_t row_bytes = row_stride(args.row_bytes);
   // Items of a rank lie behind each other; a node has no more of them than rows.
   const auto exchange_items = [&] {
-    const size_t locals = config.ranks_per_node, lists = exact ? locals : 1, ints = context_.item_ints;
+    const size_t locals = config.ranks_per_node, lists = known ? locals : 1, ints = context_.item_ints;
     const auto part_of = [&](int node) { return Part{size_t(rows.to[node]), size_t(rows.from[node]), 1}; };
     exchange(own.items_arrived, 1, 0, 1, part_of, [&](int node, const auto& add) {
       for (size_t list = 0; list < lists; ++list) {
@@ -188,9 +188,10 @@ void Messages::exchange_dispatch(const RowArgs& args, size_t bytes_of_metadata) 
     });
   };
   const bool has_items = args.topk_idx;
-  if (has_items && exact) exchange_items();
-  const auto behind_first = [&] {  // they are not listed earlier
-    if (has_items && !exact) exchange_items();
+  // They say how rows are packed, so rows come behind them. Other rows come earlier than items are listed.
+  if (has_items && known) exchange_items();
+  const auto behind_first = [&] {
+    if (has_items && !known) exchange_items();
   };
   const auto exchange_arrays = [&](int node, size_t row, const auto& add) {
     const bool packs = rows.packed >> node & 1;
@@ -207,7 +208,7 @@ void Messages::exchange_dispatch(const RowArgs& args, size_t bytes_of_metadata) 
 void Messages::exchange_sums(const SumArgs& args, size_t weights) {
   const Config& config = context_.config;
   const Region& own = context_.own;
-  const MessageRows rows = rows_of(args.message_rows);  // sums go the other way
+  const MessageRows rows = rows_of(args.messages.rows);  // sums go the other way
   const size_t row_bytes = context_.slot_stride;
   const auto exchange_arrays = [&](int node, size_t row, const auto& add) {
     add(Array{inbox(node, &Inbox::staging) + row * row_bytes, rail(node, &RailArrays::sums) + row * row_bytes,

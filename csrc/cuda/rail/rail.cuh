@@ -52,11 +52,13 @@ struct RailWarp {
   __device__ Wire wire() const { return Wire{context}; }
   // [thread] Return whether messages bring everything to other nodes.
   __device__ bool has_messages() const { return wire().has_messages(node(0)); }
-  // [thread] Return the rows of all messages to (&MessageRows::to) or from a node. Unless they are exact, they have all
-  // tokens that the buffer is for, so both sides go through all chunks.
+  // [thread] Return the rows of all messages to (&MessageRows::to) or from a node. Where they are not known, messages
+  // have all tokens that the buffer is for, so both sides go through all chunks.
   template <class Params>
   __device__ int message_rows(const Params& params, const int32_t (MessageRows::*rows)[kMaxNodes], int node) const {
-    return params.args.message_rows ? (params.plan.head->message_rows.*rows)[node] : context.config.max_tokens;
+    const MessageSizes& messages = params.args.messages;
+    if (messages.limit > 0) return messages.limit;
+    return messages.are_exact() ? (params.plan.head->message_rows.*rows)[node] : context.config.max_tokens;
   }
   // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
   // [num_others, max_chunks]. Its index is that of this rank's node at the peer, where the peer's node has no entry.

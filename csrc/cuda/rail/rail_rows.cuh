@@ -64,20 +64,24 @@ struct DispatchRailWarp : RailWarp<K> {
 
   // [thread] Return whether rows go before all ranks agree. Not in the second launch of a counted dispatch: there the
   // ranks agree already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
-  // 8 blocks on H200 took 1495 us instead of 1455. Messages delay nothing: the Calls have one of their own before.
+  // 8 blocks on H200 took 1495 us instead of 1455. Messages delay nothing: the Calls have one of their own before. Not
+  // where the plan that this launch makes says how rows are packed.
   __device__ bool sends_early(const Params& params) const {
-    return params.stages() && (params.rail_blocks > 1 || has_messages());
+    return params.stages() && (params.rail_blocks > 1 || has_messages()) && !packs_by_new_plan(params);
   }
 
-  // [thread] Return whether this rank's rows for a node are packed. A plan that this launch makes packs none.
+  // [thread] Return whether a plan that this launch makes packs rows: for messages of limited size.
+  __device__ bool packs_by_new_plan(const Params& params) const {
+    return params.new_plan() && params.stages() && params.args.messages.are_known();
+  }
+  // [thread] Return whether this rank's rows for a node are packed. A plan that this launch makes is listed then.
   __device__ bool packs(const Params& params, int node) const {
-    return has_messages() && !(params.new_plan() && params.stages()) &&
-           params.plan.head->message_rows.packed >> node & 1;
+    return has_messages() && params.args.messages.are_known() && params.plan.head->message_rows.packed >> node & 1;
   }
   // [thread] Return the number of rows of tokens before `token`, in messages to a node.
   __device__ int rows_before(const Params& params, int node, int token) const {
     if (!packs(params, node) || token == 0) return token;
-    return __ldg(params.plan.sent_rows + static_cast<size_t>(node) * context.config.max_tokens + token - 1) + 1;
+    return __ldcg(params.plan.sent_rows + static_cast<size_t>(node) * context.config.max_tokens + token - 1) + 1;
   }
 
   // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
@@ -99,8 +103,8 @@ struct DispatchRailWarp : RailWarp<K> {
   // [warp] Put this sender's share of rows and metadata of tokens [begin, end) to a node: of tokens with experts there.
   // Row and metadata of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not
   // staged come from the caller's tensor, if all nodes are mapped. Messages take both from the own inbox, or packed by
-  // this. Called in senders, after `staged` of this rank.
-  __device__ void send_tokens(const Params& params, LongPuts& puts, int to, int begin, int end) const {
+  // this. `is_last`: these are the last tokens. Called in senders, after `staged` of this rank.
+  __device__ void send_tokens(const Params& params, LongPuts& puts, int to, int begin, int end, bool is_last) const {
     char* const staging = op.my_inbox(context.node, &Inbox::staging);
     const char* const rows = params.stages_rows ? staging : params.args.rows;
     const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
@@ -108,8 +112,8 @@ struct DispatchRailWarp : RailWarp<K> {
     const bool packs = this->packs(params, to);
     if (wire().has_messages(to)) {
       const uint32_t token_bytes = params.row_stride + params.metadata_bytes;
-      int num_rows = rows_before(params, to, end) - rows_before(params, to, begin);
-      if (!params.args.message_rows && end == params.args.num_tokens) num_rows = context.config.max_tokens - begin;
+      const int end_row = is_last ? message_rows(params, &MessageRows::to, to) : rows_before(params, to, end);
+      const int num_rows = end_row - rows_before(params, to, begin);
       if (sender() == 0) count_bytes(context.arrays.bytes_sent, to, static_cast<uint64_t>(num_rows) * token_bytes);
       if (!packs) return;
     }
@@ -144,7 +148,7 @@ struct DispatchRailWarp : RailWarp<K> {
   // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable. The host
   // does not know that, so its messages cross all the same; exact ones have no rows then.
   __device__ bool sends_rows(const Params& params) const {
-    return params.new_plan() || params.plan.head->usable || (has_messages() && !params.args.message_rows);
+    return params.new_plan() || params.plan.head->usable || (has_messages() && !params.args.messages.are_exact());
   }
   // [thread] Return how many chunks this number of message rows makes.
   __device__ int chunks_of(int num_rows) const {
@@ -164,11 +168,12 @@ struct DispatchRailWarp : RailWarp<K> {
       if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
     }
     const uint64_t* const listed = context.own.listed + op.rank();
+    if (packs_by_new_plan(params) && !wait_for_self(listed)) return Verdict::kAborted;
     bool has_items = params.new_plan();  // to be sent
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
-    const bool exact = params.args.message_rows;
-    const int num_tokens = exact && !params.plan.head->usable ? 0 : params.args.num_tokens;
+    const bool has_rows = !params.args.messages.are_known() || params.plan.head->usable;
+    const int num_tokens = has_rows ? params.args.num_tokens : 0;
     const int end_chunk = context.config.num_token_chunks(num_tokens);
     for (int chunk = 0;; ++chunk) {
       const bool waits = chunk == end_chunk || chunk == kChunksAhead;
@@ -191,15 +196,15 @@ struct DispatchRailWarp : RailWarp<K> {
           if (!wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free)) return Verdict::kAborted;
           ptx::fence_before_bulk();
         }
-        send_tokens(params, puts, node(i), begin, end);
+        const bool is_last = end == num_tokens;
+        send_tokens(params, puts, node(i), begin, end, is_last);
         // Finish the chunks that are now complete: with packed rows none, or one or two. After the last token finish
         // all chunks of a message.
         int first = chunk, past = chunk + 1;
         if (has_messages()) {
           first = rows_before(params, node(i), begin) >> context.config.log_token_chunk;
-          past = end < num_tokens ? rows_before(params, node(i), end) >> context.config.log_token_chunk
-                 : exact          ? chunks_of(rows_before(params, node(i), end))
-                                  : max_chunks;
+          past = is_last ? chunks_of(message_rows(params, &MessageRows::to, node(i)))
+                         : rows_before(params, node(i), end) >> context.config.log_token_chunk;
         }
         for (int done = first; done < past; ++done)
           finish_sending(context.arrays.rows_sent + context.other_node_idx(node(i)) * max_chunks + done, node(i),

@@ -120,7 +120,7 @@ struct CombineRailWarp : RailWarp<K> {
 // messages: the host does not know it, so they cross. Exact ones have no rows then.
 template <Kernels K, class Params>
 __device__ inline bool sends_sums(const CombineRailWarp<K, Params>& warp, const Params& params) {
-  return params.plan.head->usable || (warp.has_messages() && !params.args.message_rows);
+  return params.plan.head->usable || (warp.has_messages() && !params.args.messages.are_exact());
 }
 
 // [warp] Do one rail warp's part of a combine: begin, agree, then send or relay sums. Called in all warps of rail

@@ -14,7 +14,9 @@ constexpr const char* kOperationNames[] = {"dispatch", "combine", "combine", "ga
 // their names, as those of checks.AGREED.
 enum class Field : int32_t {
   kOperation = 0,
-  kPlan = 1,  // epoch of the plan's dispatch, as in PlanHead::made; 0: a new plan. Errors call it "handle"
+  // Epoch of the plan's dispatch, as in PlanHead::made; 0: a new plan, or below 0: one with so many tokens for a node
+  // (-RowArgs::max_tokens_to_node). Errors call it "handle".
+  kPlan = 1,
   kLayout = 2,
   kAlignment = 3,
   kWeights = 4,  // 1: with topk_weights

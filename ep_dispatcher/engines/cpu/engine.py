@@ -302,6 +302,9 @@ class CpuEngine(Engine):
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self.config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
+    def limit_tokens_to_node(self, most: int) -> None:
+        self._c.max_tokens_to_node = most
+
     def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:
         """Add the operation's wait for each rank. ``rail_before``: the rail's times at the start of the operation."""
         waited = self._c.waited_ns
@@ -461,6 +464,8 @@ def _word(refusal: _C_cpu.Refused, label: int) -> ValueError:
         return checks.disagreement_error(refusal.field, *facts)
     if refusal.kind == "too_few_rows":
         return checks.too_few_rows_error(zip(facts[::2], facts[1::2]), label)
+    if refusal.kind == "too_many_to_node":
+        return checks.too_many_to_node_error(zip(facts[::2], facts[1::2]), label)
     if refusal.kind == "too_many_rows":
         return checks.too_many_rows_error(*facts)
     return checks.too_many_choices_error(*facts)

@@ -89,6 +89,8 @@ class KernelReports:
             return checks.invalid_entry_error(entry, self._config.num_logical_experts)
         if kind == "too_few_rows":
             return checks.too_few_rows_error(rows, value)
+        if kind == "too_many_to_node":
+            return checks.too_many_to_node_error(rows, value)
         if kind == "too_many_rows":
             rank = max(range(len(rows)), key=lambda r: rows[r][0])
             return checks.too_many_rows_error(detail[0], rank, rows[rank][0])
