@@ -22,6 +22,8 @@ GIVEN += [
     "64",
     "--ep-dispatcher-stats-interval",
     "9",
+    "--ep-dispatcher-node-capacity-factor",
+    "1.2",
 ]
 GIVEN += ["--ep-dispatcher-gemm-sm-margin", "--ep-dispatcher-redundant-experts-per-rank", "2"]
 
@@ -48,7 +50,7 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert not vars(parser_of_megatron().parse_args([])).keys() - {"moe_flex_dispatcher_backend"}
     register(num_sms=4, max_tokens_per_rank=32)
     config = make_config()
-    assert settings_of(config) == [None, None, None, None, 4, 32, None, None]
+    assert settings_of(config) == [None, None, None, None, None, 4, 32, None, None]
     assert arguments.experts_mode(config) == "auto"
     assert arguments.experts_mode(make_config("alltoall")) == "megatron"
     parser = parser_of_megatron()
@@ -57,11 +59,13 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
     assert all(flag in printed.getvalue() for flag in GIVEN if flag.startswith("--"))
     args = parser.parse_args([*GIVEN, "--moe-flex-dispatcher-backend", "ep_dispatcher"])
     names = [arguments.PREFIX + name for name in arguments.ARGUMENTS]
-    assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 2, 8, 64, 9, True]
+    assert (
+        settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, 1.2, True, 2, 8, 64, 9, True]
+    )
     args.ep_dispatcher_num_sms = None  # a script may change what it has parsed
     assert arguments.setting(config, "num_sms") == 4
     config.ep_dispatcher_num_sms, config.ep_dispatcher_overlap = 12, False
-    assert settings_of(config) == ["grouped", 1.5, False, 2, 12, 64, 9, True]
+    assert settings_of(config) == ["grouped", 1.5, 1.2, False, 2, 12, 64, 9, True]
     argparse.ArgumentParser().parse_args([])  # of something else
     assert arguments.setting(make_config(), "experts") == "grouped"
     unregister()
@@ -71,6 +75,7 @@ def test_a_config_wins_over_the_command_line_and_that_over_register(rank: int):
 WRONG = {
     "experts": ("all", True),
     "rank_capacity_factor": (0, -1.0, float("inf"), float("nan"), "much", True),
+    "node_capacity_factor": (0, -1.0, float("inf"), float("nan"), "much", True),
     "overlap": ("yes", 1),
     "num_sms": (0, 2.0, "many", True),
     "max_tokens_per_rank": (0, 2.0, "40", True),

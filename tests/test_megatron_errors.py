@@ -111,14 +111,17 @@ def test_other_errors_stay_as_they_are(rank: int):
         negative,
     ):
         assert routing.explained(error, 2) is error
+    capacities = rank_capacity.Capacities(num_choices=4, num_ranks=8, max_tokens=10, share_of_node=0.4)
     for error in (ValueError("rank 0 needs 5 rows, but has 4"), repeated):
-        assert rank_capacity.explained(error, 4, 8) is error
+        assert rank_capacity.explained(error, capacities) is error
     ended = copy_error(checks.too_few_rows_error([(5, 4), (7, 4)]), ". It ends")
-    assert str(rank_capacity.explained(ended, 4, 8)).endswith(
+    assert str(rank_capacity.explained(ended, capacities)).endswith(
         "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
     )
     padded = checks.too_few_rows_error([(35, 4)])
-    assert "factor 8 is enough" in str(rank_capacity.explained(padded, 4, 8)), "never more than the ranks"
+    assert "factor 8 is enough" in str(rank_capacity.explained(padded, capacities)), "never more than the ranks"
+    crowded = checks.too_many_to_node_error([(3, 4), (9, 4)])
+    assert "node-capacity-factor 2.25 is enough" in str(rank_capacity.explained(crowded, capacities))
 
 
 WHERE = {  # the backward of a combine is a dispatch

@@ -194,13 +194,19 @@ def training(
     num_microbatches: int = MICROBATCHES,
     optimizer: dict | None = None,
     has_optimizer: bool = True,
+    node_factor: float | None = None,
     **settings,
 ):
     from megatron.core.pipeline_parallel import schedules
 
     registration.forget(rank_capacity.CapacityState)
     with (
-        environment(experts="auto", rank_capacity_factor=factor, max_tokens_per_rank=BATCH * LENGTH),
+        environment(
+            experts="auto",
+            rank_capacity_factor=factor,
+            node_capacity_factor=node_factor,
+            max_tokens_per_rank=BATCH * LENGTH,
+        ),
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):

@@ -56,6 +56,7 @@ def register(
     *,
     experts: str | None = None,
     rank_capacity_factor: float | None = None,
+    node_capacity_factor: float | None = None,
     overlap: bool | None = None,
     redundant_experts_per_rank: int | None = None,
     num_sms: int | None = None,

@@ -50,6 +50,14 @@ ARGUMENTS = {
         "rank x top-k. With it no host waits for row counts. If an iteration has more rows, its optimizer step is "
         "skipped, and the factor grows; the expert parallel size is always enough. Default: no limit, rows are counted",
     ),
+    "node_capacity_factor": Argument(
+        float,
+        _positive,
+        "with a rank capacity factor and several nodes: the most tokens of a rank that go to any one other node, "
+        "divided by those that go there if routing is even. Messages between nodes have this size. If an iteration has "
+        "more, its optimizer step is skipped, and the factor grows. Default: no limit, messages have the size of all "
+        "tokens",
+    ),
     "overlap": Argument(
         bool,
         checks.boolean,
@@ -108,6 +116,11 @@ def experts_mode(config: Any) -> str:
 def rank_capacity_factor(config: Any) -> float | None:
     """Return the factor, if experts of this config may run in grouped GEMMs."""
     return None if experts_mode(config) == "megatron" else setting(config, "rank_capacity_factor")
+
+
+def node_capacity_factor(config: Any) -> float | None:
+    """Return the factor. It matters only where a rank capacity factor limits rows too."""
+    return setting(config, "node_capacity_factor")
 
 
 def redundant_experts_per_rank(config: Any) -> int:

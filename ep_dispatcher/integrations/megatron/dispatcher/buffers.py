@@ -39,13 +39,12 @@ class MegatronWording(Wording):
     """Errors that speak of Megatron's routing map."""
 
     router_topk = 0  # of the first layer
-    # num_choices and num_ranks for rank_capacity.explained, if a rank capacity factor limits rows
-    capacity: tuple[int, int] | None = None
+    capacities: rank_capacity.Capacities | None = None  # if a rank capacity factor limits rows
 
     def reword(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
-            if self.capacity is not None:
-                error = rank_capacity.explained(error, *self.capacity)
+            if self.capacities is not None:
+                error = rank_capacity.explained(error, self.capacities)
             error = routing.explained(error, self.router_topk)
         return super().reword(error)
 
@@ -56,14 +55,23 @@ class MegatronBuffer(ep.Buffer):
     wording: MegatronWording
     caller_keeps_plans = True
     growth: History  # of the attempts to agree on a larger buffer
+    capacities: rank_capacity.Capacities
 
     def make_wording(self) -> MegatronWording:
         return MegatronWording("layer {}, microbatch {}")
 
-    @property
-    def num_choices(self) -> int:
-        """The most choices of a rank: tokens x choices of a token. A rank capacity factor multiplies this number."""
-        return self.config.max_tokens_per_rank * self.config.num_topk
+    def capacities_of(self, config) -> rank_capacity.Capacities:
+        """Return what capacity factors multiply in this buffer, for layers of a TransformerConfig."""
+        sizes = self.config
+        share = rank_capacity.share_of_node(
+            sizes.num_nodes,
+            config.num_moe_experts,
+            config.moe_router_topk,
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+        )
+        max_tokens = sizes.max_tokens_per_rank
+        return rank_capacity.Capacities(max_tokens * sizes.num_topk, sizes.num_ranks, max_tokens, share)
 
 
 @dataclass
@@ -128,10 +136,10 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             raise
         buffer.growth = History(f"ep_dispatcher/grow/{buffer.id}")
         buffer.wording.router_topk = config.moe_router_topk
-        choices, num_ranks = buffer.num_choices, buffer.config.num_ranks
+        buffer.capacities = buffer.capacities_of(config)
         if arguments.rank_capacity_factor(config) is not None:
-            buffer.wording.capacity = choices, num_ranks
-        buffer.overlook(functools.partial(rank_capacity.note_overflow, num_choices=choices, num_ranks=num_ranks))
+            buffer.wording.capacities = buffer.capacities
+        buffer.overlook(functools.partial(rank_capacity.note_overflow, capacities=buffer.capacities))
         if arguments.setting(config, "stats_interval"):
             buffers.sums.start(buffer)
         made.append(buffer)

@@ -140,6 +140,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             num_parts_of_experts = self.experts.num_parts_of_dispatch(self.buffer, alignment)
         num_parts = max(1, num_parts_of_experts)
         handles = []
+        self._limit_tokens_to_node()
         if kept_plan is not None and len(kept_plan.handles) == num_parts:
             handles = kept_plan.handles
             for tensor in (kept_plan.topk_idx, *(handle.plan for handle in handles)):
@@ -220,6 +221,16 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 f"{rank_capacity.FACTOR_FLAG}, and let its experts run in grouped GEMMs (rank 0 has printed which do)"
             )
         return limit
+
+    def _limit_tokens_to_node(self) -> None:
+        """Set the size of messages between nodes where no host waits for the counts of a new plan."""
+        factor = arguments.node_capacity_factor(self.config)
+        limit = None
+        if factor is not None:
+            factor = max(factor, rank_capacity.state().grown_node_factor)
+            limit = self.buffer.capacities.max_tokens_to_node(factor)
+        if self.buffer.max_tokens_to_node != limit:
+            self.buffer.max_tokens_to_node = limit
 
     def _keep_plans(self, microbatch: int, handles: list[ep.Handle]) -> None:
         """Keep a new plan, or one for each part of the tokens, if a recompute will need it."""

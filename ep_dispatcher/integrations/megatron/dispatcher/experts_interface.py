@@ -102,7 +102,7 @@ class PendingDispatch:
         try:
             out = call(topk_idx, handles)
         except TooFewRowsError as error:  # on all ranks of the group
-            if not rank_capacity.note_overflow(error, self.buffer.num_choices, self.buffer.config.num_ranks):
+            if not rank_capacity.note_overflow(error, self.buffer.capacities):
                 raise
             handles = [*self.handles]
             out = call(torch.full_like(topk_idx, -1), handles)

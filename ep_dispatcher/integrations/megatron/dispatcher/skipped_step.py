@@ -1,8 +1,8 @@
-"""Skips the optimizer step if more rows have arrived than the rank capacity allows: that costs a step, not the job.
+"""Skips the optimizer step if there were more rows than a capacity allows: that costs a step, not the job.
 
     run the schedule              # dispatches with too many rows give zeros; nothing is raised inside it
-    agree with all ranks          # on the largest factor that is needed; 0: every dispatch had room
-    grow the capacity, discard CUDA graphs, print a line
+    agree with all ranks          # on the largest factors that are needed; 0: every dispatch had room
+    grow the capacities, discard CUDA graphs, print a line
     optimizer.step()              # returns (False, None, None), as for gradients that are not finite
 
 An error inside a pipeline schedule would leave the ranks of other stages waiting. So the schedule always runs to its
@@ -94,7 +94,7 @@ def wrap_schedule(old: Callable[..., Any]) -> Callable[..., Any]:
                 result = old(*args, **kwargs)
                 # Late errors: on GPUs too many rows are one of them.
                 buffers.check_buffers(graphs.NOTE if graphs.are_used() else NOTE)
-            _conclude(max(overflows, default=None), models, facts, trains)
+            _conclude(overflows, models, facts, trains)
             return result
 
     return run
@@ -114,6 +114,7 @@ class ModelFacts:
     """Facts of the models that a schedule is given."""
 
     factor: float  # the largest rank capacity factor of a layer on any rank of the job; 0: there is none
+    node_factor: float  # likewise the node capacity factor
     is_megatrons: bool  # whether it was given as moe_expert_rank_capacity_factor
     routers: list[Module]
     keeps_amaxes: bool  # whether layers are in FP8 with delayed scaling
@@ -133,12 +134,19 @@ def _facts_of(models: Sequence[Module]) -> ModelFacts | None:
         dispatchers = [vars(module).get("token_dispatcher") for module in modules]
         ours = [one for one in dispatchers if isinstance(one, MoEEPTokenDispatcher)]
         factor = max((rank_capacity.factor_of(one.config) or 0.0 for one in ours), default=0.0)
+        node_factor = max((arguments.node_capacity_factor(one.config) or 0.0 for one in ours), default=0.0)
         own = any(arguments.rank_capacity_factor(one.config) for one in ours)
-        units, is_own, *sizes = max_over_job(math.ceil(factor * _FACTOR_UNITS), own, *stats_log.sizes_of(ours))
+        given = (math.ceil(one * _FACTOR_UNITS) for one in (factor, node_factor))
+        units, node_units, is_own, *sizes = max_over_job(*given, own, *stats_log.sizes_of(ours))
         routers = [one for one in modules if isinstance(one, Router) or hasattr(one, "expert_bias")]
         scaled = any(map(_is_scaled_with_delay, modules))
         known = rank_capacity.state().model_facts[models[0]] = ModelFacts(
-            units / _FACTOR_UNITS, not is_own, routers, scaled, stats_log.Sizes(*sizes)
+            units / _FACTOR_UNITS,
+            node_units / _FACTOR_UNITS,
+            not is_own,
+            routers,
+            scaled,
+            stats_log.Sizes(*sizes),
         )
     return known
 
@@ -157,44 +165,80 @@ def _begin(models: Sequence[Module], facts: ModelFacts) -> None:
         state.saved.add(models, facts.routers)
 
 
-def _conclude(own: Overflow | None, models: Sequence[Module], facts: ModelFacts, trains: bool) -> None:
+@dataclass
+class _Excess:
+    """An overflow that all ranks agree on, and the factor that had no room for it."""
+
+    worst: Overflow
+    factor: float
+    name: str  # of the factor
+    flag: str
+
+    @property
+    def needs(self) -> str:
+        layer = f"layer {self.worst.layer}" if self.worst.layer else "a layer"
+        if self.worst.argument == rank_capacity.OF_NODE:
+            return f"{layer} has {self.worst.rows} tokens of a rank for another node"
+        return f"{layer} needs {self.worst.rows} rows on a rank"
+
+    @property
+    def too_many(self) -> str:
+        return f"{self.needs}, more than {self.name} {self.factor:g} has room for"
+
+    @property
+    def enough(self) -> str:
+        return f"{self.flag} {_round_up(self.worst.factor):g}"
+
+
+def _excess(worst: Overflow, facts: ModelFacts) -> _Excess:
+    if worst.argument == rank_capacity.OF_NODE:
+        name, flag, factor = "node capacity factor", rank_capacity.NODE_FACTOR_FLAG, facts.node_factor
+    else:
+        flag = rank_capacity.MEGATRON_FACTOR_FLAG if facts.is_megatrons else rank_capacity.FACTOR_FLAG
+        name, factor = "rank capacity factor", facts.factor
+    return _Excess(worst, max(factor, rank_capacity.state().grown(worst.argument)), name, flag)
+
+
+def _conclude(own: Sequence[Overflow], models: Sequence[Module], facts: ModelFacts, trains: bool) -> None:
     """Let the next optimizer step be skipped if any rank had too many rows. Collective."""
     state = rank_capacity.state()
-    worst, last_was_skipped, has_optimizer = _agree(own)
-    if worst is None:
+    overflows, last_was_skipped, has_optimizer = _agree(own)
+    if not overflows:
         return
-    flag = rank_capacity.MEGATRON_FACTOR_FLAG if facts.is_megatrons else rank_capacity.FACTOR_FLAG
-    room = max(facts.factor, state.grown_factor)
-    layer = f"layer {worst.layer}" if worst.layer else "a layer"
-    needs = f"{layer} needs {worst.rows} rows on a rank"
-    too_many = f"{needs}, more than rank capacity factor {room:g} has room for"
-    enough = f"{flag} {_round_up(worst.factor):g} is enough for this routing"
+    excesses = [_excess(worst, facts) for worst in overflows]
+    too_many = "; ".join(one.too_many for one in excesses)
 
     def error(reason: str) -> TooFewRowsError:
-        return TooFewRowsError(f"{too_many}, and {reason}. {enough}", worst.rows, worst.layer)
+        enough = " and ".join(one.enough for one in excesses) + " is enough for this routing"
+        worst = overflows[0]
+        return TooFewRowsError(f"{too_many}, and {reason}. {enough}", worst.rows, worst.layer, worst.argument)
 
     if not trains:
         raise error("an evaluation has no optimizer step to skip")
     if not has_optimizer:
         raise error("there is no optimizer of Megatron, whose step could be skipped")
-    if worst.factor <= state.grown_factor:
-        raise RuntimeError(
-            f"{needs}. The factor has grown to {state.grown_factor:g}, which is enough, but the layer still has the "
-            f"old one: it runs in a CUDA graph that ep_dispatcher cannot capture again. Start with {flag} "
-            f"{state.grown_factor:g}"
-        )
+    for one in excesses:
+        grown = state.grown(one.worst.argument)
+        if one.worst.factor <= grown:
+            raise RuntimeError(
+                f"{one.needs}. The factor has grown to {grown:g}, which is enough, but the layer still has the old "
+                f"one: it runs in a CUDA graph that ep_dispatcher cannot capture again. Start with {one.flag} {grown:g}"
+            )
     if state.pending_error is None:
         state.num_skipped += 1
         stats_log.write({COUNTER: state.num_skipped})
     state.pending_error = error("an optimizer that is not Megatron's would use the gradients of this step")
-    state.grown_factor = larger_factor(worst, room, last_was_skipped)
+    for one in excesses:
+        state.grow(one.worst.argument, larger_factor(one.worst, one.factor, last_was_skipped))
     graphs.discard(models)
     graphs.set_optimizer_graph_aside()
     about_amaxes = " The amax histories of FP8 include this step." if facts.keeps_amaxes else ""
+    grown_factors = " and ".join(f"the {one.name} is {state.grown(one.worst.argument):g}" for one in excesses)
+    start_with = " ".join(f"{one.flag} {state.grown(one.worst.argument):g}" for one in excesses)
     print_on_first_rank(
         "ep_dispatcher: the optimizer step of this iteration is skipped on all ranks, and its losses are not valid, "
-        f"because {too_many}. From the next step on the factor is {state.grown_factor:g} in all layers.{about_amaxes} "
-        f"Skipped steps: {state.num_skipped}. Start with {flag} {state.grown_factor:g} to avoid them"
+        f"because {too_many}. From the next step on {grown_factors} in all layers.{about_amaxes} "
+        f"Skipped steps: {state.num_skipped}. Start with {start_with} to avoid them"
     )
 
 
@@ -211,23 +255,32 @@ def _round_up(factor: float) -> float:
     return math.ceil(round(100 * factor, 2)) / 100
 
 
-def _agree(own: Overflow | None) -> tuple[Overflow | None, bool, bool]:
-    """Return the overflow that needs the largest factor on any rank; None: every dispatch had room. Collective.
+def _agree(own: Sequence[Overflow]) -> tuple[list[Overflow], bool, bool]:
+    """Return the overflows that need the largest factors on any rank, at most one of each kind. Collective.
 
-    Also return whether the last step was skipped, and whether there is an optimizer of Megatron, on any rank.
+    Without an overflow every dispatch had room. Also return whether the last step was skipped, and whether there is an
+    optimizer of Megatron, on any rank.
     """
-    needed = 0 if own is None else math.ceil(own.factor * _FACTOR_UNITS)
-    (most_needed,) = max_over_job(needed)
-    if most_needed == 0:
-        return None, False, False
-    details = [0, 0, 0]
-    if own is not None and needed == most_needed:
-        details = [own.rows, own.layer, own.most]
+    kinds = rank_capacity.OF_RANK, rank_capacity.OF_NODE
+    worst = [max((one for one in own if one.argument == kind), default=None) for kind in kinds]
+    needed = [0 if one is None else math.ceil(one.factor * _FACTOR_UNITS) for one in worst]
+    most_needed = max_over_job(*needed)
+    if not any(most_needed):
+        return [], False, False
+    of_own: list[int] = []
+    for one, units, most_units in zip(worst, needed, most_needed):
+        if one is not None and units == most_units:
+            of_own += [one.rows, one.layer, math.ceil(one.most * _FACTOR_UNITS)]
+        else:
+            of_own += [0, 0, 0]
     state = rank_capacity.state()
-    rows, layer, most, was_skipped, has_optimizer = max_over_job(
-        *details, state.last_was_skipped, len(state.optimizers) > 0
-    )
-    return Overflow(most_needed / _FACTOR_UNITS, rows, layer, most), bool(was_skipped), bool(has_optimizer)
+    *details, was_skipped, has_optimizer = max_over_job(*of_own, state.last_was_skipped, len(state.optimizers) > 0)
+    overflows = []
+    for i, (kind, units) in enumerate(zip(kinds, most_needed)):
+        rows, layer, most = details[3 * i : 3 * i + 3]
+        if units > 0:
+            overflows.append(Overflow(units / _FACTOR_UNITS, rows, layer, most / _FACTOR_UNITS, kind))
+    return overflows, bool(was_skipped), bool(has_optimizer)
 
 
 # ---- around an optimizer --------------------------------------------------------------------------------------------
