@@ -253,6 +253,8 @@ def test_no_order_goes_wrong_over_messages(shape, length, blocks):
     check(shape, product((*OPERATIONS, FACTORED), repeat=length), **options)
     for exact in ([1, 2, 3], [2]):
         check(shape, product((COUNTED, CACHED, COMBINE), repeat=length), exact=exact, **options)
+    for limited in ([1, 2, 3], [2]):
+        check(shape, product((DISPATCH, COUNTED, CACHED, COMBINE), repeat=length), limited=limited, **options)
 
 
 NEEDED_BY_MESSAGES = {
@@ -291,6 +293,16 @@ def test_messages_that_only_send_are_awaited_too():
         for shape, program, blocks in product(((2, 1, 2), (2, 2, 2)), programs, BOTH)
     )
     assert faults_in(models) == faults(stale="sums, weights")
+
+
+def test_packed_rows_wait_for_their_plan():
+    programs = [DISPATCH, COMBINE, DISPATCH], [COMBINE, DISPATCH, CACHED]
+    options = dict(limited=range(1, 5), without=[messages.PLANNED])
+    models = (
+        over_messages((2, 1, 2), program, blocks=blocks, unusable=unusable, **options)
+        for program, blocks, unusable in product(programs, BOTH, ((), (1,)))
+    )
+    assert faults_in(models) == faults(stale="head")
 
 
 PROGRAMS_OF_MESSAGES = [DISPATCH, COMBINE, DISPATCH, COMBINE], [COUNTED, CACHED, HOOKED], [FACTORED, HOOKED, FACTORED]

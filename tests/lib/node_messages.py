@@ -8,7 +8,8 @@ Flags beside those of node_protocol.py: ``ready`` (rank, node, wire flag and ind
 ``moved`` (receiver, sender's node, message).
 
 In an exact operation the hosts know who needs what. Only such rows and sums cross, and a message without any, in either
-direction, is left out between these two ranks. Rows are packed before they leave, into the memory of sums.
+direction, is left out between these two ranks. Rows are packed before they leave, into the memory of sums. In a limited
+operation they are packed too, but every message crosses.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from lib.node_protocol import (
     COMBINE,
     COMBINES,
     COUNTED,
+    DISPATCH,
     HEAD,
     RELAY_ROWS,
     RELAY_SUMS,
@@ -32,6 +34,7 @@ READY = "a message waits until it is ready"
 MOVED = "flags rise behind a message"
 EPOCH = "no flag rises behind a message that was not ready: its sender has aborted"
 SENT = "the relay waits for exact messages that only send, too"
+PLANNED = "rows wait for the new plan that packs them"
 GARBAGE = EPOCHS - 1  # content of such a message
 
 
@@ -50,6 +53,9 @@ class MessageOperation(Operation):
         self.is_counted = operation == COUNTED
         self.exact = self.epoch in self.protocol.exact and operation in (COUNTED, CACHED, COMBINE)
         self.all_cross = not self.exact
+        self.limited = self.epoch in self.protocol.limited and operation in (DISPATCH, COUNTED, CACHED, COMBINE)
+        self.packs = self.exact or self.limited
+        self.waits_for_plan = self.limited and self.is_new
         self.side_stream()
 
     def parts(self, message: Message, node: int) -> tuple[bool, bool]:
@@ -77,12 +83,14 @@ class MessageOperation(Operation):
             weights = [Message("rows_arrived", (0,))] * self.has_combine_weights
             return calls + weights + [Message("sums_arrived", (chunk,), True) for chunk in self.chunks]
         rows = [Message("rows_arrived", (chunk,), True) for chunk in self.chunks]
-        early = 0 if self.exact else 1
+        early = 0 if self.packs else 1
         return calls + rows[:early] + [Message("items_arrived", (), True)] * self.is_new + rows[early:]
 
     def send_rows(self, agent: Agent, node: int, chunk: int) -> None:
-        if not self.exact:
+        if not self.packs:
             super().send_rows(agent, node, chunk)
+        elif self.limited:
+            self.send_limited_rows(agent, node, chunk)
         elif self.parts(Message("rows_arrived", (chunk,)), node)[0] and self.may_send(agent):
             self.wait(agent, "staged", self.me, chunk)
             if self.is_new:
@@ -90,6 +98,18 @@ class MessageOperation(Operation):
             agent.read(("staging", self.me, self.node, chunk), self.epoch)
             agent.write(("sums", self.me, node, chunk), self.epoch)
             self.signal(agent, ("rows_arrived", (node, self.local), self.node, chunk))
+
+    def send_limited_rows(self, agent: Agent, node: int, chunk: int) -> None:
+        if not self.may_send(agent):
+            return
+        if self.is_new:
+            self.wait(agent, "listed", self.me, rule=PLANNED)
+            agent.read(("head", self.me), self.epoch)
+        self.wait(agent, "staged", self.me, chunk)
+        if self.usable:
+            agent.read(("staging", self.me, self.node, chunk), self.epoch)
+            agent.write(("sums", self.me, node, chunk), self.epoch)
+        self.signal(agent, ("rows_arrived", (node, self.local), self.node, chunk))
 
     def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
         if not self.exact:
@@ -136,7 +156,9 @@ class MessageOperation(Operation):
                     yield there, here, self.epoch
         elif message.flag == "rows_arrived":
             (chunk,) = message.chunk
-            here = ("sums", self.me, node, chunk) if self.exact else ("staging", self.me, self.node, chunk)
+            here: Place | None = ("staging", self.me, self.node, chunk)
+            if self.packs:
+                here = ("sums", self.me, node, chunk) if self.usable else None
             yield ("staging", peer, self.node, chunk), here, self.epoch
         else:
             (chunk,) = message.chunk
@@ -207,7 +229,7 @@ class MessageProtocol(Protocol):
 
     ``broken``: ranks that abort, and of each the first message that was not ready: (epoch, number). Its side stream
     goes on, and exchanges all further messages at once, whatever its arrays hold. ``exact``: operations whose messages
-    are exact, if they are of a kind that can be.
+    are exact, if they are of a kind that can be; ``limited``: likewise.
     """
 
     def __init__(
@@ -215,9 +237,10 @@ class MessageProtocol(Protocol):
         *args,
         broken: Mapping[Rank, tuple[int, int]] | None = None,
         exact: Iterable[int] = (),
+        limited: Iterable[int] = (),
         **options,
     ):
-        self.broken, self.exact = broken or {}, set(exact)
+        self.broken, self.exact, self.limited = broken or {}, set(exact), set(limited)
         super().__init__(*args, **options)
 
     def make_operation(self, rank: Rank, epoch: int) -> None:

@@ -128,6 +128,7 @@ class Operation:
 
     all_cross = False  # whether everything crosses with any plan: messages of the NCCL wire do, unless they are exact
     asks_for_inbox = True  # whether early rows wait until the peer's inbox is free
+    waits_for_plan = False  # whether rows wait for the new plan, which packs them
 
     def __init__(self, protocol: Protocol, rank: Rank, epoch: int):
         self.protocol, self.me, self.epoch = protocol, rank, epoch
@@ -151,7 +152,7 @@ class Operation:
         self.begin()
         operation = protocol.programs[rank][epoch - 1]
         twice, self.sends_first = operation in (COUNTED, HOOKED, PUSHED), operation in (HOOKED, PUSHED)
-        self.early = protocol.early[turn % len(protocol.early)] and operation != COUNTED
+        self.early = protocol.early[turn % len(protocol.early)] and operation != COUNTED and not self.waits_for_plan
         if self.kind in COMBINES:
             self.combine(twice)
         else:
