@@ -276,6 +276,30 @@ def test_any_number_of_multiprocessors(rank, num_sms):
         out = buffer.dispatch(*given.on(rank, device), expert_alignment=case.alignment)
         y, _ = to(device, expert_rows(case, out, rank))
         assert_step((out, (buffer.combine(y, out.handle).x, None)), (right, (right_x, None)), f"rank {rank}")
+        # Warps and blocks have taken rows from a counter; each operation finds it at 0 again.
+        again = buffer.dispatch(given.on(rank, device)[0], handle=out.handle, expert_alignment=case.alignment)
+        assert torch.equal(again.x, out.x) and torch.equal(buffer.combine(y, again.handle).x.cpu(), right_x)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("num_sms", [1, 2])
+@on_ranks(3)
+def test_pull_warps_take_long_rows(rank, num_sms, layout):
+    """Each row comes once, also of a number of sources that does not divide those dealt; and in replays of a graph."""
+    case = Case(3, 3, torch.bfloat16, num_topk=2, experts_per_rank=3, hidden=8192, layout=layout, tokens="some")
+    given, device = make_inputs(case), device_of("cuda", rank)
+    right, _ = expected_of(case, given, 2000)[rank]
+    with buffer_of(case, "cuda", 4096, num_sms=num_sms) as buffer:
+        x, idx, weights = given.on(rank, device)
+        out = buffer.dispatch(x, idx, weights, layout=layout, max_recv_rows=2000)
+        assert torch.equal(out.x.cpu(), right.x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = buffer.dispatch(x, idx, weights, layout=layout, max_recv_rows=2000)
+        for _ in range(3):
+            out.x.zero_()
+            graph.replay()
+            assert torch.equal(out.x.cpu(), right.x)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ struct State {
   uint64_t agreed;        // last operation in which block 0 has found that all ranks agree
   uint32_t aborted;       // 1: this rank has aborted; kernels end early and do nothing
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
-  uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
+  uint32_t next_index;  // counts items of a dispatch, own tokens of a combine, as they are taken; 0 between operations
   uint64_t decided;     // last operation whose `absent` is final
   uint32_t absent;      // a bit for each rank that takes no part in the operation `decided`
   uint32_t error;       // Error of the operation under way, set by its first finder, or by a comparison of routings

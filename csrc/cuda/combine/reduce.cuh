@@ -135,7 +135,7 @@ struct Reducer {
       begin = has_taken ? num_tokens : op.block * params.own_batch;
       has_taken = true;
     } else if (params.reduces()) {
-      if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
+      if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_index, params.own_batch));
       begin = __shfl_sync(~0u, begin, 0);
     }
     if (begin >= num_tokens) return {-1, 0, 0, progress_flags().num_sums()};

@@ -130,7 +130,7 @@ __device__ Verdict run_decode_pull(const Op<K>& op, const DecodeDispatchParams& 
   stamp(op, Step::kListed);
   if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
   // Pull.
-  return Puller(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
+  return Puller<K, DecodeDispatchParams, kDealtItems>(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
 }
 
 // [team] As run_stage of dispatch_kernel.cuh, in decode layout: there is no padding.

@@ -71,7 +71,7 @@ void Engine::launch_decode_dispatch(const DecodeDispatchArgs& args, int32_t* pla
     describe_decode(params, context, args, plan, part);
     if constexpr (K == Kernels::kDecode)
       if (launch_place<K>(params, context, stream)) return;
-    const size_t shared = divide_shared(params, context, DispatchBlock<K>::kWarps);
+    const size_t shared = divide_shared<kDealtItems>(params, context, DispatchBlock<K>::kWarps);
     launch(decode_dispatch_kernel<K>, args.num_blocks, DispatchBlock<K>::kThreads, shared, stream, context, params);
   }
 }

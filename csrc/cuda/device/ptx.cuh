@@ -88,7 +88,7 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 
 // [thread] Wait until all but the last kPending groups of this thread have written global memory, visible to this
-// thread.
+// thread. On H200 stores to a peer may still be on their way then: a fence of the system waits until they have arrived.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

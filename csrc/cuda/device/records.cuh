@@ -8,8 +8,9 @@ namespace ep::cuda {
 
 // Room for two batches: one in use, the next on its way. `where(n)` returns the address of the n-th record. It is
 // called in the lane of the record.
-struct Records {
-  static constexpr int kBatch = 16;
+template <int kRecords>
+struct RecordsOf {
+  static constexpr int kBatch = kRecords;
   using Batches = Ring<2>;
 
   char* data;                  // [2, kBatch, bytes]
@@ -19,9 +20,9 @@ struct Records {
   int fetched = 0, ready = 0;  // batches with loads started, and batches known to have landed
 
   // [host] [thread] Lay out the memory of several warps, or measure it. Return that of one warp.
-  EP_HOST_DEVICE static Records carve(Cursor& c, int bytes, int num_warps = 1, int warp = 0) {
+  EP_HOST_DEVICE static RecordsOf carve(Cursor& c, int bytes, int num_warps = 1, int warp = 0) {
     const size_t stride = 2 * kBatch * static_cast<size_t>(bytes);
-    Records records;
+    RecordsOf records;
     records.bytes = bytes;
     records.data = c.take<char>(num_warps * stride) + warp * stride;
     records.barriers = c.take<uint64_t>(2 * num_warps) + 2 * warp;
@@ -83,5 +84,6 @@ struct Records {
     for (; ready < count; ++ready) ptx::barrier_wait(barriers + Batches::place(ready), Batches::parity(ready));
   }
 };
+using Records = RecordsOf<16>;
 
 }  // namespace ep::cuda

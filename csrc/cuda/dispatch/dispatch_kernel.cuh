@@ -45,7 +45,7 @@ __device__ Verdict plan_or_announce(const Op<K>& op, const DispatchParams& param
 // [team] Plan, then pull. Called by the pull warps of each block. Return kAborted after an abort of this rank, and
 // kDiffer without a pull. After kAgree this block's rows are stored, unless the plan is unusable or another launch
 // pulls. In all cases no load of the pull warps is under way.
-template <Kernels K>
+template <Kernels K, int kTogether>
 __device__ Verdict run_pull(const Op<K>& op, const DispatchParams& params, char* shared, bool is_free) {
   // Plan.
   Verdict verdict = plan_or_announce(op, params, shared, is_free);
@@ -56,7 +56,7 @@ __device__ Verdict run_pull(const Op<K>& op, const DispatchParams& params, char*
   stamp(op, Step::kListed);
   if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
   // Pull.
-  return Puller(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
+  return Puller<K, DispatchParams, kTogether>(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
 }
 
 // [team] Stage this rank's rows, then deliver the metadata of received rows. Called by the stage warps of each block.
@@ -91,7 +91,8 @@ __device__ Verdict run_stage(const Op<K>& op, const DispatchParams& params, char
 }
 
 // Launched by Engine::dispatch: all blocks are resident at the same time. The rail blocks come last.
-template <Kernels K>
+// kTogether: kDealtItems or kTakenItems
+template <Kernels K, int kTogether>
 __global__ void __launch_bounds__(DispatchBlock<K>::kThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(DispatchBlock<K>::kThreads, 1)
     if (op.is_rail())
       verdict = run_rail(op, params, shared, is_free);
     else if (PullWarps::has_thread())
-      verdict = run_pull(op, params, shared, is_free);
+      verdict = run_pull<K, kTogether>(op, params, shared, is_free);
     else
       verdict = run_stage(op, params, shared, is_free);
   }

@@ -64,10 +64,11 @@ inline size_t divide_plan(RowParams& params, const Context& context, const RowAr
 }
 
 // [host] Give the pull warps' rings all of `room`. Return the bytes of the pull warps' memory.
-inline size_t divide_rings(RowParams& params, const Context& context, const RowArgs& args, size_t room) {
+template <int kTogether>
+size_t divide_rings(RowParams& params, const Context& context, const RowArgs& args, size_t room) {
   const auto memory = [&] {
     Cursor c;
-    PullMemory::carve(c, context, params.pulled, 0);
+    PullMemory<kTogether>::carve(c, context, params.pulled, 0);
     return c.size();
   };
   params.pulled = make_pieces(args.row_bytes, bulk_scale_bytes(params, args), (room - memory()) / PullWarps::kWarps,
@@ -75,13 +76,14 @@ inline size_t divide_rings(RowParams& params, const Context& context, const RowA
   return memory();
 }
 
-// [host] Divide the shared memory of a block with this many warps. Return its bytes.
-template <class Params>
+// [host] Divide the shared memory of a block with this many warps, which fetch so many items together. Return its
+// bytes.
+template <int kTogether, class Params>
 size_t divide_shared(Params& params, const Context& context, int num_warps) {
   const size_t counters = lay_out_counters(params, context, num_warps), room = kUsableShared - counters;
   size_t shared = 0;
   if (params.plans()) shared = divide_plan(params, context, params.args, room);
-  if (params.pulls()) shared = std::max(shared, divide_rings(params, context, params.args, room));
+  if (params.pulls()) shared = std::max(shared, divide_rings<kTogether>(params, context, params.args, room));
   if (params.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   params.counters_at = static_cast<uint32_t>(shared);
   return shared + counters;

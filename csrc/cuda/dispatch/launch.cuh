@@ -1,5 +1,7 @@
 // The host's side of a dispatch: it describes a launch, and divides the shared memory of a block.
 #pragma once
+#include <type_traits>
+
 #include "cuda/decode/launch_direct.cuh"
 #include "cuda/device/launch.h"
 #include "cuda/dispatch/direct_kernel.cuh"
@@ -46,8 +48,15 @@ void Engine::launch_dispatch(const DispatchArgs& args, int32_t* plan, Launch par
   if constexpr (K != Kernels::kDirect) {
     DispatchParams params{};
     describe_dispatch(params, context, args, plan, part);
-    const size_t shared = divide_shared(params, context, DispatchBlock<K>::kWarps);
-    launch(dispatch_kernel<K>, args.num_blocks, DispatchBlock<K>::kThreads, shared, stream, context, params);
+    const auto launch_with = [&](auto together) {
+      constexpr int kTogether = decltype(together)::value;
+      const size_t shared = divide_shared<kTogether>(params, context, DispatchBlock<K>::kWarps);
+      const auto kernel = dispatch_kernel<K, kTogether>;
+      launch(kernel, args.num_blocks, DispatchBlock<K>::kThreads, shared, stream, context, params);
+    };
+    if constexpr (K == Kernels::kOneNode)  // measured there alone
+      if (args.row_bytes >= kTakenRowBytes) return launch_with(std::integral_constant<int, kTakenItems>());
+    launch_with(std::integral_constant<int, kDealtItems>());
   }
 }
 

@@ -246,7 +246,7 @@ __device__ void complete(const Op<K>& op, uint64_t* Region::* released, uint64_t
     __threadfence_system();
     *static_cast<volatile uint32_t*>(&context.report->out_of_step) = 1;
   }
-  state->next_token = 0;
+  state->next_index = 0;
   state->epoch = op.epoch;
 }
 
