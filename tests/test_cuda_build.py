@@ -174,7 +174,13 @@ MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the
     ),
     (("other_routing", [3, 1, 7, 2], 9, [(4, 0)]), "topk_idx[3, 1] is 9, but has to be 4, as in the plan"),
     (("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]), "expert_alignment is 64, with which rank 1 "),
+    (
+        ("too_many_to_node", [1, 0, 0, 0], 0, [(40, 39), (3, 39)]),
+        "max_tokens_to_node is 39, which is too small: rank 0 has 40 tokens for another node. 40 is enough",
+    ),
     (("differ", ["operation", 1, 1, 0], 0, []), "operation: rank 1 is in a combine, rank 0 is in a dispatch; "),
+    (("differ", ["handle", 2, -6, 0], 1, []), "max_tokens_to_node: rank 2 gave 6, rank 1 gave None; all ranks "),
+    (("differ", ["handle", 2, -6, 1], 1, []), "handle: rank 2 gave None, rank 1 gave the plan of epoch 1; "),
     (("differ", ["handle", 2, 2, 1], 1, []), "handle: rank 2 gave the plan of epoch 2, rank 1 "),
 ]
 

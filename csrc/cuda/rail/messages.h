@@ -61,7 +61,7 @@ class Messages {
     int num_ready = 1;
   };
   static Part whole(int) { return {}; }
-  // [host] Return the rows of all messages of a dispatch. `rows`: as in RowArgs.
+  // [host] Return the rows of all messages of a dispatch. `rows`: as in MessageSizes.
   MessageRows rows_of(const MessageRows* rows) const;
   // [host] Send a message to each other node, and receive one. It covers chunks [begin, end) of a kind of wire flags:
   // [num_others, max_chunks]. `part_of(node)` returns a Part; `arrays(node, add)` calls add(Array) for each array.

@@ -156,10 +156,11 @@ struct DispatchRailWarp : RailWarp<K> {
   }
 
   // [warp] Send this rank's items, rows and metadata to all rail peers. A chunk of rows goes once this rank has staged
-  // it, and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when
-  // they are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. It is not
-  // known yet whether the ranks agree, or whether the new plan will be usable. So all rows go; if not, nobody reads
-  // them. Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
+  // it, and the peer's inbox is free. A new plan is rarely made by then. So unless it packs the rows, they go first,
+  // and the items follow when they are listed, behind at most kChunksAhead chunks; each sender decides for itself
+  // behind how many. It is not known yet whether the ranks agree, or whether the new plan will be usable. So all rows
+  // go; if not, nobody reads them. Return what `agree` found, or kAborted after an abort of this rank. Called in
+  // senders.
   // waits: listed of this rank, staged of this rank, inbox_free (free staging)
   // raises: rows_arrived
   __device__ Verdict send_rows(const Params& params, char* shared) const {
