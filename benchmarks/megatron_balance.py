@@ -215,15 +215,19 @@ class FusedAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def make_model(case: Case, side: Side) -> nn.Module:
-    """Return a GPT in Megatron's DistributedDataParallel, with the same weights for all sides."""
+def make_model(case: Case, side: Side, spec: Any = None) -> nn.Module:
+    """Return a GPT in Megatron's DistributedDataParallel, with the same weights for all sides.
+
+    spec: of its layers; None: Megatron's local ones
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = make_config(case, side)
-    spec = get_gpt_layer_local_spec(num_experts=case.routing.experts, moe_grouped_gemm=False)
-    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    if spec is None:
+        spec = get_gpt_layer_local_spec(num_experts=case.routing.experts, moe_grouped_gemm=False)
+        spec.submodules.self_attention.submodules.core_attention = FusedAttention
     model = GPTModel(config, spec, VOCABULARY, case.seq_length, position_embedding_type="rope")
     model.to(case.device, config.params_dtype)  # Megatron makes norms in float32
     set_weights(model)

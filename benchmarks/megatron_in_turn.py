@@ -14,6 +14,12 @@ A job has its own name, variables and arguments. Arguments after the script go t
 argument of ep_dispatcher start through its launcher; -m MODULE before the arguments names another launcher. The script
 is in the folder of Megatron-LM.
 
+Other dispatchers of Megatron are jobs too. Each needs its own package deep_ep, so they differ in PYTHONPATH:
+
+        --job 'deepep: PYTHONPATH=/opt/deepep --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep' \\
+        --job 'hybridep: PYTHONPATH=/opt/hybridep --moe-token-dispatcher-type flex \\
+               --moe-flex-dispatcher-backend hybridep'
+
 It prints the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to that
 of the first job, and losses. Logs and JSON are in --out. The exit code is 1 if a job failed.
 """

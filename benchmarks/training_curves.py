@@ -29,13 +29,13 @@ COLORS = {
 
 
 def windows(run: dict[str, Any], interval: int) -> dict[int, float]:
-    """Return the mean loss of each window of steps, by its last step."""
+    """Return the mean loss of each window of steps that has all of its steps, by the last one."""
     losses: dict[int, list[float]] = {}
     for iteration, loss in zip(run["iterations"], run["losses"]):
         # The first iteration of a job is logged too, and the next line has it once more.
         if loss is not None and iteration % interval == 0:
             losses.setdefault(-(-iteration // WINDOW) * WINDOW, []).append(loss)
-    return {last: statistics.fmean(some) for last, some in losses.items()}
+    return {last: statistics.fmean(some) for last, some in losses.items() if len(some) == WINDOW // interval}
 
 
 def differences(found: dict[str, Any]) -> dict[str, dict[int, float]]:

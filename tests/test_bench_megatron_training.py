@@ -127,6 +127,8 @@ def test_noise_of_the_seeds_is_the_limit(tmp_path, capsys):
     assert apart["ep_dispatcher"] == pytest.approx(dict.fromkeys(range(50, 1501, 50), 0.001))
     assert list(apart["resumed"]) == list(range(800, 1501, 50)), "windows of both"
     assert "alltoall" not in apart
+    ended = {name: values[:22] if isinstance(values, list) else values for name, values in a_run(1).items()}
+    assert list(training_curves.windows(ended, 10)) == [50, 100, 150, 200], "of 210 steps: no part of a window"
     *_, title, verdict = training_curves.report(found)
     assert verdict.startswith("another seed 0.00") and "within it: ep_dispatcher 0.0010; beyond: resumed 0.2" in verdict
     assert "| alltoall | 1 to 1500 |" in training_curves.report(found)[2] and "| 40.0 | 409,600 |" in "".join(

@@ -59,8 +59,8 @@ def _tile_configuration(tile: Tile, **constants: Any) -> Configuration:
 # The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
 TRANSPOSED_TILE, TILE, SMALL_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(64, 128, 64, 4, 4)
 # Over five sizes of weights on an H200, with 512 to 2048 rows per expert, the faster of these two is within 3 % of the
-# fastest of eight tiles. With short sums the small one takes 0.82 to 0.85 of the time of the other: three blocks share a
-# multiprocessor, so one multiplies while another adds its products to the sums. With long ones it takes 1.03 to 1.14.
+# fastest of eight tiles. With short sums the small one takes 0.82 to 0.85 of the time of the other: three blocks share
+# a multiprocessor, so one multiplies while another adds its products to the sums. With long ones it takes 0.98 to 1.14.
 FLOAT8_TILE, SMALL_FLOAT8_TILE = Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 3)
 SHORT_FLOAT8_SUM = 2048  # entries up to which the small float8 tile is used
 FEW_ROWS = 64  # rows per expert up to which the small tiles are used

@@ -1,0 +1,44 @@
+"""benchmarks/layer_host_time.py: every sample has one owner, and shares add up to the time of a pass."""
+
+import json
+
+import pytest
+from lib.commands import ROOT, torchrun
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import layer_host_time
+
+SCRIPT = str(ROOT / "benchmarks" / "layer_host_time.py")
+
+
+def test_a_run_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "figures.json"
+    options = "--case 128x64x16x32x1 --seq-length 128 --redundant 2 --popularity lognormal:1.0 --passes 20"
+    options += " --sides today copies"
+    code, output, errors = torchrun(2, SCRIPT, *options.split(), "--json", str(path), timeout_s=200)
+    assert code == 0, output + errors
+    for name, found in json.loads(path.read_text())["sides"].items():
+        assert f"{name}: forward {found['forward']:.0f} us" in output
+        total = found["forward"] + found["backward"]
+        assert sum(found["owners"].values()) == pytest.approx(total)
+        assert {"this dispatcher and its experts", "Megatron"} <= {*found["owners"]}
+        assert max(found["functions"].values()) == pytest.approx(total), "all samples are inside of one_pass"
+
+
+def test_a_sample_has_the_innermost_owner():
+    script = (str(ROOT / "benchmarks" / "layer_host_time.py"), "one_pass", 1)
+    megatron, ours = ("/x/megatron/core/moe.py", "forward", 2), ("/y/ep_dispatcher/autograd.py", "dispatch", 3)
+    plugin, torch = ("/y/ep_dispatcher/integrations/megatron/plugin.py", "f", 4), ("/z/torch/_ops.py", "apply", 5)
+    stacks = [[torch, ours, megatron, script], [torch, megatron, script], [plugin, script], [torch, script]]
+    found = layer_host_time.shares(stacks, 40.0)
+    assert found["owners"] == {"this dispatcher and its experts": 20.0, "Megatron": 10.0, "others": 10.0}
+    assert found["lines"] == {"torch/_ops.py:5 apply": 30.0, "ep_dispatcher/integrations/megatron/plugin.py:4 f": 10.0}
+    assert found["functions"]["benchmarks/layer_host_time.py one_pass".split("/")[-1]] == 40.0
+
+
+def test_float8_needs_experts_that_have_it(capsys):
+    with pytest.raises(SystemExit):
+        layer_host_time.main(["--float8"])
+    assert "--float8 needs --experts transformer_engine" in capsys.readouterr().err
