@@ -58,8 +58,8 @@ class Handle(_Result):
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
     plan: Tensor  # int32 [plan size] on the engine's device; only the engine reads it
-    # int32 on the CPU, for an engine whose host posts messages between nodes: Received.message_rows. None for all others,
-    # and in decode layout. Only the engine reads it.
+    # int32 on the CPU, for an engine whose host posts messages between nodes (Received.message_rows). None for all
+    # others, and in decode layout. Only the engine reads it.
     message_rows: Tensor | None = None
     # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
     # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
