@@ -1,6 +1,6 @@
 """The activations of experts, between their two GEMMs, with their derivatives in PyTorch's operators.
 
-grouped_gemm_kernels.py has the same formulas in Triton.
+activation_kernels.py has the same formulas in Triton.
 """
 
 from __future__ import annotations

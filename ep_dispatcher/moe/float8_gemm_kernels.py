@@ -13,15 +13,11 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.activation_kernels import activation_value, linear_value
 from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
-from ep_dispatcher.moe.grouped_gemm_kernels import (
-    BLOCK,
-    activation_value,
-    cdiv,
-    linear_value,
-)
-from ep_dispatcher.moe.kernel_launch import Configuration, Launcher
+from ep_dispatcher.moe.grouped_gemm_kernels import BLOCK
+from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, cdiv
 
 TILE_ROWS = 32
 _DEQUANTIZE = Configuration(dict(TILE_ROWS=TILE_ROWS))

@@ -10,9 +10,10 @@
 stays on the device, so the host waits for nothing. Rows at or after ends[-1] are neither read nor written. GEMMs
 accumulate in float32 and round once. Weights are one matrix per expert, and are read where they lie, without a copy.
 
-On a GPU these are Triton kernels (`grouped_gemm_kernels`) for bfloat16 and float16. Otherwise they are loops over
-experts. What uses them is in three files: grouped_mlp.py has the two GEMMs of an expert as one node of autograd,
-float8_gemm.py has GEMMs of float8 operands, and pytorch_experts.py does without any of this, in PyTorch's operators.
+On a GPU these are Triton kernels (`grouped_gemm_kernels`, `activation_kernels`) for bfloat16 and float16. Otherwise
+they are loops over experts. What uses them is in three files: grouped_mlp.py has the two GEMMs of an expert as one node
+of autograd, float8_gemm.py has GEMMs of float8 operands, and pytorch_experts.py does without any of this, in PyTorch's
+operators.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     row_weights float32 [num_rows]. Computed in float32, rounded once.
     """
     if has_kernels(hidden):
-        return kernels().activate(hidden, row_weights, ends, activation)
+        return _activation_kernels().activate(hidden, row_weights, ends, activation)
     return activations.activate(hidden, row_weights, activation)
 
 
@@ -179,7 +180,8 @@ def activate_grad(
     follows, if its bias is multiplied by row_weights too. Then the gradient from there is added.
     """
     if has_kernels(hidden):
-        return kernels().activate_grad(grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias))
+        gradients = _activation_kernels().activate_grad
+        return gradients(grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias))
     grad_rows, grad_weights = activations.activate_grad(grad, hidden, row_weights, activation)
     if bias is not None:
         assert grad_out is not None
@@ -211,3 +213,11 @@ def kernels():
     from ep_dispatcher.moe import grouped_gemm_kernels
 
     return grouped_gemm_kernels
+
+
+@functools.cache
+def _activation_kernels():
+    """Return the module of the Triton kernels of activations, likewise."""
+    from ep_dispatcher.moe import activation_kernels
+
+    return activation_kernels

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
@@ -32,7 +31,7 @@ from ep_dispatcher.moe.expert_matrices import (
     num_matrices,
     step_of,
 )
-from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, Matrix
+from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, Matrix, cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -75,18 +74,8 @@ ADDED_TILES = {
     2048: Tile(128, 128, 64, 8, 3, down=1024),
     math.inf: Tile(128, 128, 64, 4, 3, down=1024),
 }
-ACTIVATION_COLUMNS = 1024
 BIAS_ROWS, BIAS_COLUMNS = 64, 64  # that one step sums for the gradient of a bias
 BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, and that one step of a sum adds
-
-
-# Triton's own versions of these two functions take the host 2 us per call.
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix, Tensor | None, int, int]:
@@ -692,183 +681,5 @@ def _bias_grads(
     tl.store(to, total.to(to.dtype.element_ty), j < n)
 
 
-def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> Tensor:
-    num_rows, columns = hidden.shape[0], hidden.shape[1] // activation.pair
-    out = hidden.new_empty(num_rows, columns)
-    if num_rows:
-        configuration = _activation_configuration(activation)
-        _launch_activate((num_rows, 1, 1), configuration, hidden, row_weights, ends[-1:], out, columns)
-    return out
-
-
-def activate_grad(
-    grad: Tensor,
-    hidden: Tensor,
-    row_weights: Tensor,
-    ends: Tensor,
-    activation: Activation,
-    grad_out: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    out, grad_weights = torch.empty_like(hidden), torch.empty_like(row_weights)
-    if hidden.shape[0]:
-        num_experts = ends.shape[0]
-        _launch_activate_grad(
-            (hidden.shape[0], 1, 1),
-            _activation_configuration(activation, EXPERTS=next_power_of_2(num_experts)),
-            grad,
-            hidden,
-            row_weights,
-            ends,
-            out,
-            grad_weights,
-            grad.shape[1],
-            grad_out,
-            bias,
-            0 if bias is None else bias.shape[1],
-            num_experts,
-        )
-    return out, grad_weights
-
-
-@functools.cache
-def _activation_configuration(activation: Activation, **constants: int) -> Configuration:
-    return Configuration(dict(ACT=activation, BLOCK=ACTIVATION_COLUMNS) | constants)
-
-
-@triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
-
-
-# The formulas of activation.py. Each returns a value and its derivative; the compiler drops what is not used.
-@triton.jit
-def activation_value(x, ACT: tl.constexpr):
-    if ACT.limit is not None:
-        inside = x <= ACT.limit
-        x = tl.minimum(x, ACT.limit)
-    if ACT.function == "silu":
-        scaled = x
-        if ACT.alpha != 1:
-            scaled = ACT.alpha * x
-        sigmoid = tl.sigmoid(scaled)
-        value = x * sigmoid
-        slope = sigmoid * (1 + scaled * (1 - sigmoid))
-    elif ACT.function == "gelu":
-        erf = tl.erf(x * 0.7071067811865476)
-        value = x * (1 + erf) * 0.5
-        slope = (1 + erf) * 0.5 + x * tl.exp(-x * x * 0.5) * 0.3989422804014327
-    elif ACT.function == "gelu_tanh":
-        tanh = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-        value = x * (1 + tanh) * 0.5
-        slope = (1 + tanh) * 0.5 + x * (1 - tanh * tanh) * 0.3989422804014327 * (1 + 0.134145 * x * x)
-    elif ACT.function == "squared_relu":
-        positive = tl.maximum(x, 0.0)
-        value = positive * positive
-        slope = 2 * positive
-    else:
-        sigmoid = tl.sigmoid(x)
-        tanh = _tanh(x / ACT.beta)
-        value = ACT.beta * tanh * sigmoid
-        slope = (1 - tanh * tanh) * sigmoid + value * (1 - sigmoid)
-    if ACT.limit is not None:
-        slope = tl.where(inside, slope, 0.0)
-    return value, slope
-
-
-@triton.jit
-def linear_value(up, ACT: tl.constexpr):
-    slope = tl.full(up.shape, 1.0, tl.float32)
-    if ACT.function == "situ":
-        tanh = _tanh(up / ACT.linear_beta)
-        up = ACT.linear_beta * tanh
-        slope = 1 - tanh * tanh
-    if ACT.limit is not None:
-        slope = tl.where(tl.abs(up) <= ACT.limit, slope, 0.0)
-        up = tl.minimum(tl.maximum(up, -ACT.limit), ACT.limit)
-    if ACT.offset != 0:
-        up += ACT.offset
-    return up, slope
-
-
-@triton.jit
-def _activate(
-    hidden,
-    row_weights,
-    end,
-    out,
-    columns,
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(end):
-        return
-    weight = tl.load(row_weights + row)
-    hidden += row * columns * ACT.pair
-    for first in range(0, columns, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
-        value, _ = activation_value(gate, ACT)
-        if ACT.gated:
-            up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, _ = linear_value(up, ACT)
-            value = value * up
-        tl.store(out + row * columns + i, (value * weight).to(out.dtype.element_ty), i < columns)
-
-
-@triton.jit
-def _activate_grad(
-    grad,
-    hidden,
-    row_weights,
-    ends,
-    out,
-    grad_weights,
-    columns,
-    grad_out,
-    bias,
-    wide,
-    experts,
-    ACT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(ends + experts - 1):
-        tl.store(grad_weights + row, 0.0)
-        return
-    weight = tl.load(row_weights + row)
-    total = tl.zeros((BLOCK,), tl.float32)
-    pair = columns * ACT.pair
-    hidden += row * pair
-    out += row * pair
-    for first in range(0, columns, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
-        upstream = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
-        value, slope = activation_value(gate, ACT)
-        if ACT.gated:
-            up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, up_slope = linear_value(up, ACT)
-            total += upstream * value * up
-            upstream *= weight
-            tl.store(out + columns + i, (upstream * value * up_slope).to(out.dtype.element_ty), i < columns)
-            upstream *= up
-        else:
-            total += upstream * value
-            upstream *= weight
-        tl.store(out + i, (upstream * slope).to(out.dtype.element_ty), i < columns)
-    if bias is not None:
-        e = tl.arange(0, EXPERTS)
-        expert = tl.sum((tl.load(ends + e, e < experts, 0x7FFFFFFF) <= row).to(tl.int32))
-        for first in range(0, wide, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            upstream = tl.load(grad_out + row * wide + i, i < wide, 0).to(tl.float32)
-            total += upstream * tl.load(bias + expert * wide + i, i < wide, 0).to(tl.float32)
-    tl.store(grad_weights + row, tl.sum(total))
-
-
 _launch_multiply, _launch_outer_products = Launcher(_multiply), Launcher(_outer_products)
 _launch_bias_grads = Launcher(_bias_grads)
-_launch_activate, _launch_activate_grad = Launcher(_activate), Launcher(_activate_grad)
