@@ -258,7 +258,8 @@ def read_log(log: Path) -> dict[str, Any]:
     def total(name: str) -> int:
         return int(sum(one.get(f"number of {name} iterations", 0) for one in found))
 
-    times = [one[MILLISECONDS] for one in found if one["iteration"] >= found[0]["iteration"] + FIRST_STEPS]
+    late = [one for one in found if one["iteration"] >= found[0]["iteration"] + FIRST_STEPS]
+    times = [one[MILLISECONDS] for one in late if MILLISECONDS in one]  # the last line of an ended job may be cut
     return dict(
         median_ms=statistics.median(times) if times else None,
         allocated_mb=max(map(float, MEMORY.findall(text)), default=None),

@@ -109,6 +109,14 @@ def test_failures_are_told(given, capsys):
     assert "alltoall: ended, because it took more than 1 s" in said and "| alltoall (exit code " in said
 
 
+def test_the_last_line_of_an_ended_job_may_be_cut(tmp_path):
+    line = " iteration {:8d}/    1500 | elapsed time per iteration (ms): 20.0 | lm loss: 1.5E+00 |\n"
+    text = "".join(map(line.format, (1, 10, 110, 120)))
+    (tmp_path / "log").write_text(text[: text.rindex("20.0")])
+    found = megatron_training.read_log(tmp_path / "log")
+    assert found["iterations"] == [1, 10, 110, 120] and found["median_ms"] == 20 and found["ms"][-1] is None
+
+
 def a_run(seed: int, first: int = 0, shift: float = 0.0) -> dict:
     draw = random.Random(seed)
     steps = [first + 1, *range(first + 10, 1501, 10)]

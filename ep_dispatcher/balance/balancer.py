@@ -1,7 +1,7 @@
 """Balances the layers of one buffer: gathers counts, plans copies, and moves weights and gradients of copies.
 
     forward     counts of all ranks -> plan of copies -> physical experts in topk_idx
-                push weights into slots, barrier; dispatch, experts, combine
+                dispatch, and beside it push weights into slots; barrier, experts, combine
     backward    dispatch, push again, barrier; experts, gradients of copies, barrier, pull them; combine
 
 No flag and no protocol of its own: what orders the ranks are the operations of the buffer. When an operation is

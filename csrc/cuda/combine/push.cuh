@@ -139,7 +139,7 @@ struct Pusher {
         entered(progress_flags_of(op).window - 1),
         summed(entered + 1),
         far(op, params.plan, memory) {
-    memory.items.begin(INT32_MAX);
+    memory.items.begin();
   }
 
   // [thread] Return the index in the plan of an item.

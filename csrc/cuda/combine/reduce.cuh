@@ -89,7 +89,7 @@ struct Reducer {
         reached(order) {
 #pragma unroll 1
     for (int local = lane; local < op.ranks_per_node(); local += 32) memory.seen[local] = -1;
-    memory.tokens.begin(INT32_MAX);
+    memory.tokens.begin();
   }
 
   __device__ ProgressFlags progress_flags() const { return progress_flags_of(op); }

@@ -16,7 +16,6 @@ struct RecordsOf {
   char* data;                  // [2, kBatch, bytes]
   uint64_t* barriers;          // [2] a round ends when its batch has landed
   int bytes;                   // [bytes] of one record, a multiple of 16
-  int num = 0;                 // records in all
   int fetched = 0, ready = 0;  // batches with loads started, and batches known to have landed
 
   // [host] [thread] Lay out the memory of several warps, or measure it. Return that of one warp.
@@ -29,9 +28,8 @@ struct RecordsOf {
     return records;
   }
 
-  // [warp] Create the mbarriers for `num_records` records. Called before the first fetch.
-  __device__ void begin(int num_records) {
-    num = num_records;
+  // [warp] Create the mbarriers. Called before the first fetch.
+  __device__ void begin() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       ptx::barrier_init(barriers, 1);
@@ -44,14 +42,8 @@ struct RecordsOf {
   // [thread] Return the memory of record n. Valid after wait(n), until the second fetch after that of its batch.
   __device__ char* at(int n) const { return data + (n % (2 * kBatch)) * bytes; }
 
-  // [warp] Start to load the next batch, if any records are left. It overwrites the second last batch fetched: the warp
-  // must not need that one any more.
-  template <class Where>
-  __device__ void fetch(const Where& where) {
-    fetch(where, min(kBatch, num - fetched * kBatch));
-  }
-
-  // [warp] Start to load a batch of only num_together records. The next batch begins kBatch numbers later all the same.
+  // [warp] Start to load the next batch: of num_together records, if there are any. The batch after it begins kBatch
+  // numbers later all the same. It overwrites the second last batch fetched: the warp must not need that one any more.
   template <class Where>
   __device__ void fetch(const Where& where, int num_together) {
     const int lane = threadIdx.x % 32, begin = fetched * kBatch;

@@ -74,7 +74,7 @@ struct Puller {
         num_items(params.plan.head->num_items),
         room(pieces.num_places),
         staged(staged_flags(op, params, shared)) {
-    memory.items.begin(INT32_MAX);
+    memory.items.begin();
     if (lane == 0) init_places(memory.full);
     __syncwarp();
   }

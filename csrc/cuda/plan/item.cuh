@@ -84,7 +84,8 @@ struct SourceOrder {
   }
 
   // [thread] Return the n-th item of the sources [begin, end); there are more than n. First come the first items of all
-  // these sources, then the second ones, and so on. `step`: the caller's warp takes every step-th item.
+  // these sources, then the second ones, and so on. `step`: the same for all items of an order; where items are dealt
+  // out, a warp gets every step-th.
   __device__ Position at(int n, int begin, int end, int step) const {
     // Find the item's range of numbers [low, high), then its number and source.
     int low = 0, before = 0;  // `before` items have a number below `low`
