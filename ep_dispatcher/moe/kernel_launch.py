@@ -1,4 +1,4 @@
-"""Launches Triton kernels. The second launch with arguments of the same kinds takes the host half as long as Triton's.
+"""Launches Triton kernels, in less time of the host than Triton from the second launch with similar arguments on.
 
 Triton looks at all arguments in every launch, to find the kernel that it has compiled for them. That takes longer than
 the launch itself. Here a launch is looked up by the kinds of its arguments. A kind tells more than Triton asks for when

@@ -54,7 +54,7 @@ void Engine::launch_dispatch(const DispatchArgs& args, int32_t* plan, Launch par
       const auto kernel = dispatch_kernel<K, kTogether>;
       launch(kernel, args.num_blocks, DispatchBlock<K>::kThreads, shared, stream, context, params);
     };
-    if constexpr (K == Kernels::kOneNode)  // measured there alone
+    if constexpr (K == Kernels::kOneNode)  // measured there alone; launches that time their waits deal items out
       if (args.row_bytes >= kTakenRowBytes) return launch_with(std::integral_constant<int, kTakenItems>());
     launch_with(std::integral_constant<int, kDealtItems>());
   }
