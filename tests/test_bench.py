@@ -90,7 +90,7 @@ def test_bytes_over_the_wires(runs, nodes):
     baseline, least = rows_of_baseline(RANKS // nodes), least_rows(RANKS // nodes)
     assert run["received_rows"] == sum(baseline.values())
     for moved in run["wire_bytes"].values():
-        headings = 128 * RANKS * (nodes - 1)  # one in front of what goes to a node
+        headings = 192 * RANKS * (nodes - 1)  # one in front of what goes to a node, in lines of 64 bytes
         expected = moved["least"] | {"between nodes": moved["least"]["between nodes"] + headings}
         assert moved["engine"] == expected
         assert moved["least"] == {wire: rows * HIDDEN * 2 for wire, rows in least.items()}

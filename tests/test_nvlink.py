@@ -170,7 +170,8 @@ def config_of_buffer(hosts: str, domains: str, rank: int, **changes):
     def make(engine, config):
         configs.append(config)
         health = SimpleNamespace(is_busy=False, suspended=False)
-        return SimpleNamespace(destroy=lambda: None, health=health, device="cpu")
+        without_effect = dict(destroy=lambda: None, limit_tokens_to_node=lambda most: None)
+        return SimpleNamespace(**without_effect, health=health, device="cpu")
 
     def domain():
         assert len(set(hosts)) > 1, "NVML was asked"
