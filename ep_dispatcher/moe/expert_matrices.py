@@ -23,10 +23,10 @@ class WithCopies(Sequence[Tensor]):
         self.own, self.copies = own, copies
 
     def __len__(self) -> int:
-        return len(self.own) + len(self.copies)
+        return num_matrices(self.own) + num_matrices(self.copies)
 
     def __getitem__(self, expert: Any) -> Any:
-        num_own = len(self.own)
+        num_own = num_matrices(self.own)
         return self.own[expert] if expert < num_own else self.copies[expert - num_own]
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -30,7 +30,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape, num_matrices
 from ep_dispatcher.moe.grouped_gemm import rows_by_expert, stack_bias, weighted_bias
 
 E4M3 = torch.float8_e4m3fn
@@ -74,9 +74,9 @@ def linear(
         for part in weights.split():  # one launch reads the scales of one part
             options |= dict(weight_scales=part.scales, first_expert=first_expert)
             grouped_gemm.kernels().multiply(rows, part.rows, ends, out, transposed=True, **options)
-            first_expert += len(part.rows)
+            first_expert += num_matrices(part.rows)
         return out
-    for i, (expert, expert_rows) in zip(range(len(weights.rows)), rows_by_expert(ends, first_expert)):
+    for i, (expert, expert_rows) in zip(range(num_matrices(weights.rows)), rows_by_expert(ends, first_expert)):
         weight = weights.rows[i]
         weight_scales = weights.scales[i].repeat_interleave(BLOCK, 0)[: weight.shape[0]]
         total = _scaled_product(rows[expert_rows], scales[expert_rows], weight, weight_scales)
@@ -111,7 +111,7 @@ def _scaled_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor) ->
 @torch.no_grad()
 def quantize_weights(weights: ExpertMatrices) -> QuantizedMatrices:
     """Quantize the weights of experts, [n, k] each, in bfloat16 or float32. Each field of the result is one tensor."""
-    experts, (n, k) = len(weights), weights[0].shape
+    experts, (n, k) = num_matrices(weights), weights[0].shape
     device = weights[0].device
     n_blocks, k_blocks = checks.num_scales(n), checks.num_scales(k)
     rows = torch.empty(experts, n, k, dtype=E4M3, device=device)

@@ -152,7 +152,7 @@ def multiply(
     # The kernel's copies, copy_shifts, copy_first, copy_step and num_own.
     copy_arguments: tuple[Any, ...] = (None, None, None, None, None)
     if isinstance(weights, WithCopies):
-        copy_arguments = *describe_weights(weights.copies, block), len(weights.own)
+        copy_arguments = *describe_weights(weights.copies, block), num_matrices(weights.own)
         weights = weights.own
     descriptor, shifts, first, step = describe_weights(weights, block)
     max_row_tiles = num_rows // tile.m + min(experts, num_rows)  # the rows of each expert may end in a partial tile

@@ -16,7 +16,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape, num_matrices
 from ep_dispatcher.moe.gradients import clear_unused_rows
 
 
@@ -181,8 +181,8 @@ def make_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
             checks.fail(name, parameter[0].dtype, f"{dtype}, the dtype of the rows")
     for name, quantized, parameter in zip(("w1", "w2"), mlp.float8 or (), parameters):
         assert parameter is not None  # w1 or w2
-        given = len(quantized.rows), [*matrix_shape(quantized.rows)]
-        expected = len(parameter), [*matrix_shape(parameter)]
+        given = num_matrices(quantized.rows), [*matrix_shape(quantized.rows)]
+        expected = num_matrices(parameter), [*matrix_shape(parameter)]
         if given != expected:
             checks.refuse(
                 f"float8 has {name} of {given[0]} matrices {given[1]}, but the parameters have {expected[0]} matrices "
