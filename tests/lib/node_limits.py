@@ -101,20 +101,10 @@ def too_many_to_node(rank: int, engine: str, case: Case, num_steps: int) -> None
 
 def replay(rank: int, engine: str, case: Case) -> None:
     """A graph keeps the limit of its capture, also where a replay needs more."""
-    device, most = device_of(engine, rank), NUM_TOKENS * 9 // 10
-    x, idx, weights = some_nodes(case, [NUM_TOKENS] * case.num_ranks, 0).on(rank, device)
+    first = some_nodes(case, [NUM_TOKENS] * case.num_ranks, 0)
     with grid.make_buffer(case, engine, NUM_TOKENS) as buffer:
-        buffer.max_tokens_to_node = most
-
-        def step():
-            out = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
-            return out, buffer.combine(out.x, out.handle, topk_weights=out.topk_weights)
-
-        step()
-        buffer.check()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out, combined = step()
+        buffer.max_tokens_to_node = NUM_TOKENS * 9 // 10
+        step = nodes.CapturedStep(buffer, *first.on(rank, device_of(engine, rank)))
         buffer.max_tokens_to_node = None
         for seed in range(1, 7):
             needs_more = seed % 3 == 0
@@ -125,19 +115,13 @@ def replay(rank: int, engine: str, case: Case) -> None:
                 for topk_idx in given.topk_idx:
                     topk_idx[:, :2] = torch.tensor([0, case.num_experts // num_nodes])
                     topk_idx[:, 2:] = -1
-            for to_fill, new in zip((x, idx, weights), (given.x, given.topk_idx, given.topk_weights)):
-                to_fill.copy_(new[rank])
-            graph.replay()
+            step.replay(rank, given)
             if needs_more:
                 with pytest.raises(ep.TooFewRowsError, match="max_tokens_to_node is"):
                     buffer.check()
                 continue
             buffer.check()
-            once = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
-            again = buffer.combine(once.x, once.handle, topk_weights=once.topk_weights)
-            buffer.check()
-            nodes.assert_equal((out.x, combined.x), (once.x, again.x), f"replay {seed}")
-            nodes.assert_equal(combined.topk_weights, again.topk_weights, f"replay {seed}: weights")
+            step.assert_same_without_graph(f"replay {seed}")
 
 
 def send_little(rank: int, engine: str, num_ranks: int, num_topk: int, nodes_of_token: int, captures: bool) -> None:

@@ -150,32 +150,44 @@ def train(rank: int, engine: str, case: Case, num_steps: int) -> None:
             assert_equal(y_grad, expected.x, f"step {step}: gradient of y")
 
 
+class CapturedStep:
+    """A dispatch in rank layout and its combine, in one CUDA graph."""
+
+    def __init__(self, buffer: ep.Buffer, *inputs: torch.Tensor):
+        self._buffer, self._inputs = buffer, inputs  # tokens, their experts and weights: those of every replay
+        self._run()
+        buffer.check()
+        self._graph = torch.cuda.CUDAGraph()
+        # NVSHMEM's threads may call CUDA meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self.out, self.combined = self._run()
+
+    def _run(self):
+        x, idx, weights = self._inputs
+        out = self._buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
+        return out, self._buffer.combine(out.x, out.handle, topk_weights=out.topk_weights)
+
+    def replay(self, rank: int, given: Inputs) -> None:
+        for to_fill, new in zip(self._inputs, (given.x, given.topk_idx, given.topk_weights)):
+            to_fill.copy_(new[rank])
+        self._graph.replay()
+
+    def assert_same_without_graph(self, what: str) -> None:
+        out, combined = self._run()
+        self._buffer.check()
+        assert_equal((self.out.x, self.combined.x), (out.x, combined.x), f"{what}: out and combined")
+        assert_equal(self.combined.topk_weights, combined.topk_weights, f"{what}: weights")
+
+
 def replay(rank: int, engine: str, case: Case) -> None:
     """Dispatch and combine in one graph, with other inputs at each replay."""
-    device = device_of(engine, rank)
     first = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
-    x, idx, weights = first.on(rank, device)
     with make_buffer(case, engine, NUM_TOKENS) as buffer:
-
-        def step():
-            out = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
-            return out, buffer.combine(out.x, out.handle, topk_weights=out.topk_weights)
-
-        step()
-        buffer.check()
-        graph = torch.cuda.CUDAGraph()
-        # NVSHMEM's threads may call CUDA meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out, combined = step()
+        step = CapturedStep(buffer, *first.on(rank, device_of(engine, rank)))
         for seed in range(1, 6):
             given = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "masked", seed)
-            for to_fill, new in zip((x, idx, weights), (given.x, given.topk_idx, given.topk_weights)):
-                to_fill.copy_(new[rank])
-            graph.replay()
+            step.replay(rank, given)
             buffer.check()
-            once = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
-            again = buffer.combine(once.x, once.handle, topk_weights=once.topk_weights)
-            buffer.check()
-            assert_equal((out.x, combined.x), (once.x, again.x), f"replay {seed}: out and combined")
+            step.assert_same_without_graph(f"replay {seed}")
             expected, _ = expected_of(case, given, NUM_ROWS)[rank]
-            assert_equal(out.x, expected.x, f"replay {seed}: out")
+            assert_equal(step.out.x, expected.x, f"replay {seed}: out")
