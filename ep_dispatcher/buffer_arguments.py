@@ -131,7 +131,7 @@ def agree_on_config(
     buffer_id = str(all_settings[0]["buffer_id"])
     hosts = [settings["host"] for settings in all_settings]
     with gather.same_on_all_ranks():
-        _check_same(all_settings)
+        checks.require_same([settings["same"] for settings in all_settings])
     topology, why_hosts = find_nodes(gather, rank, hosts, same["ranks_per_node"], same["engine"])
     redundant = same["redundant_experts_per_rank"]
     with gather.same_on_all_ranks():
@@ -161,12 +161,3 @@ def agree_on_config(
         check_size(config)
         check_masks(config, config.suspendable)
     return same["engine"], config
-
-
-def _check_same(all_settings: list[dict[str, Any]]) -> None:
-    """Raise ValueError for the first setting that differs between ranks and must not."""
-    for rank, settings in enumerate(all_settings):
-        for name, first in all_settings[0]["same"].items():
-            other = settings["same"][name]
-            if other != first:
-                raise ValueError(f"{name}: rank 0 gave {first}, rank {rank} gave {other}; all ranks must give the same")

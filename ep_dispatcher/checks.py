@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, get_args
 
 import torch
@@ -285,13 +285,31 @@ def disagreement_error(field: str, rank: int, theirs: int, other: int, ours: int
         field, theirs, ours = "max_tokens_to_node", -theirs, -ours
     describe = AGREED[field]
     verb, imperative = ("is in", "call") if field == "operation" else ("gave", "give")
-    text = (
-        f"{field}: rank {rank} {verb} {describe(theirs)}, rank {other} {verb} {describe(ours)}; "
-        f"all ranks must {imperative} the same"
-    )
+    text = _unequal_text(field, (rank, describe(theirs)), (other, describe(ours)), verb, imperative)
     if field == "operation" or (field == "handle" and min(theirs, ours) <= 0):
         text += ". So it looks if one of them is in a backward, and the other in a forward pass"
     return DisagreementError(text)
+
+
+def require_same(everyone: Sequence[Mapping[str, object]], *, none: str = "None", more: str = "") -> None:
+    """Raise ValueError if ranks have given different values of a name, for the first rank that differs from rank 0.
+
+    everyone: what each rank has given, by name; all ranks call this with the same
+    none: the word for None. more: the end of the sentence
+    """
+    for rank, given in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if given[name] != first:
+                values = [none if value is None else value for value in (first, given[name])]
+                refuse(_unequal_text(name, (0, values[0]), (rank, values[1])) + more)
+
+
+def _unequal_text(
+    name: str, first: tuple[int, object], second: tuple[int, object], verb: str = "gave", imperative: str = "give"
+) -> str:
+    """Return a sentence about two ranks and what they have given."""
+    words = ", ".join(f"rank {rank} {verb} {value}" for rank, value in (first, second))
+    return f"{name}: {words}; all ranks must {imperative} the same"
 
 
 def unknown_disagreement_error() -> ValueError:

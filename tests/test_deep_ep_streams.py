@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ep_dispatcher.integrations.deep_ep import events
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
 from ep_dispatcher.integrations.deep_ep.row_conversion import Rows
 
@@ -21,7 +22,6 @@ class Streams:
 
     def make(self, name: str) -> SimpleNamespace:
         stream = SimpleNamespace(name=name)
-        stream.wait_stream = lambda other: self.notes.append(f"{name} waits for {other.name}")
         stream.wait_event = lambda event: self.notes.append(f"{name} waits for event of {event}")
         stream.record_event = lambda: (self.notes.append(f"event of {name}"), name)[1]
         return stream
@@ -45,23 +45,22 @@ def streams(monkeypatch) -> Streams:
     streams = Streams()
     streams.current.append(streams.make("caller"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current[-1])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: streams.current[-1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: streams.make("comm"))
-    monkeypatch.setattr(torch.cuda, "stream", streams.use)
+    monkeypatch.setattr(events, "in_stream", streams.use)
     return streams
 
 
-AFTER_CALLER, AFTER_EVENT = ["comm waits for caller"], ["comm waits for event of caller"]
-KEPT = ["comm keeps x", "comm runs", "caller keeps y"]
+STEPS = ["comm waits for event of caller", "comm keeps x", "comm runs", "caller keeps y", "event of comm"]
 
 
 @pytest.mark.parametrize(
     "before, async_finish, notes",
     [
         (False, False, ["caller runs"]),
-        (False, True, [*AFTER_CALLER, *KEPT, "event of comm"]),
-        (True, True, [*AFTER_EVENT, *KEPT, "event of comm"]),
-        (True, False, [*AFTER_EVENT, *KEPT, "caller waits for comm"]),
+        (False, True, ["event of caller", *STEPS]),
+        (True, True, STEPS),
+        (True, False, [*STEPS, "caller waits for event of comm"]),
     ],
 )
 def test_what_waits_for_what(streams, before, async_finish, notes):

@@ -5,6 +5,7 @@ import torch
 from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import WithCopies, lowest_and_shifts
 from ep_dispatcher.tools.testing import device_of
 
@@ -32,6 +33,17 @@ def matrices(place: str, experts: int, n: int, k: int, dtype: torch.dtype, devic
             to.copy_(matrix)
         return found
     return list(stack)[:: -1 if place == "backwards" else 1]
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+def test_a_table_has_the_address_of_each_matrix(engine, experts):
+    """Of one tensor its strides give them, also where all experts share one matrix."""
+    stack = torch.zeros(experts, 4, 8, device=device_of(engine, 0))
+    for given in (stack, list(stack), stack.flip(0), stack[:1].expand(5, 4, 8), [*stack[:1]] * 5, stack[:, 1:]):
+        table, is_aligned = address_table(given, stack.device)
+        assert is_aligned and table.tolist() == [one.data_ptr() for one in given]
+    table, is_aligned = address_table(stack.view(-1)[1:9].expand(2, 8), stack.device)
+    assert not is_aligned and table.tolist() == [stack.data_ptr() + 4] * 2
 
 
 def test_where_weights_can_lie_without_a_copy():

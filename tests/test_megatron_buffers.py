@@ -151,8 +151,8 @@ def test_the_first_size_is_the_most_of_all_ranks_or_what_is_given(rank: int):
 @pytest.mark.parametrize(
     "of_ranks, lengths, words",
     [
-        ((None, "40"), (12, 12), ("rank 0 was given no size, rank 1 was given 40", "must be given the same")),
-        (("40", "48"), (12, 12), ("rank 0 was given 40, rank 1 was given 48",)),
+        ((None, "40"), (12, 12), ("rank 0 gave no size, rank 1 gave 40; all ranks must give the same",)),
+        (("40", "48"), (12, 12), ("rank 0 gave 40, rank 1 gave 48",)),
         (("40", "40"), (12, 21), ("hidden_states", "42 tokens on rank 1", "40")),
     ],
     ids=["one has none", "they differ", "one brings more"],

@@ -71,7 +71,7 @@ REASONS = [
     (lambda layer: hook(layer.experts.linear_fc2), "TERowParallelGroupedLinear has hooks (forward_hooks)"),
     (setting("__fsdp_param__", True, f"{FC1}.weight0"), "Megatron's FSDP holds its weights"),
     (lambda layer: layer.experts.linear_fc2.double(), "its weights have different dtypes or devices"),
-    (transpose_one, "its weights or their main_grads are not contiguous"),
+    (transpose_one, "linear_fc1.weight0 has shape [96, 32] and strides [1, 96], and is not contiguous"),
     (promote_one, "its main_grads have different dtypes"),
     (strange_wrapper, "its gradients do not belong to Megatron's DistributedDataParallel"),
 ]

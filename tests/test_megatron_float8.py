@@ -497,6 +497,23 @@ def test_layers_are_named_with_their_reasons(rank: int):
         assert experts.experts_of(layer.experts).why_not == "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1"
 
 
+@pytest.mark.parametrize("parameters", [False, True], ids=["bfloat16 weights", "quantized weights"])
+@on_ranks()
+def test_gradients_are_not_written_to_a_transposed_main_grad(rank: int, parameters: bool):
+    """Kernels write it in the order of memory. Those of quantized weights were not looked at."""
+    with in_float8():
+        layer = make_float8_layer(dispatcher="alltoall", parameters=parameters)
+        for weight in layer.experts.parameters():
+            weight.main_grad = torch.zeros(weight.shape, device=weight.device)
+        assert experts.decide_grouped(layer.experts)
+        layer = make_float8_layer(2, dispatcher="alltoall", parameters=parameters)
+        for weight in layer.experts.parameters():
+            weight.main_grad = torch.zeros(weight.shape[::-1], device=weight.device).t()
+        assert not experts.decide_grouped(layer.experts)
+        why_not = experts.experts_of(layer.experts).why_not
+        assert why_not.startswith("main_grad of linear_fc1.weight0 has shape") and why_not.endswith("not contiguous")
+
+
 @on_ranks()
 def test_layers_outside_the_context_run_in_bfloat16(rank: int, monkeypatch):
     """As Transformer Engine's own: the context says whether a pass is in FP8."""

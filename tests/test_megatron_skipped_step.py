@@ -1,14 +1,10 @@
 """Optimizer steps that are skipped because more rows arrive than the rank capacity has room for."""
 
-import contextlib
-import random
 import sys
 import types
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from conftest import exhaustive, sparsely
@@ -24,12 +20,8 @@ from lib.megatron_layer import (
 )
 from lib.megatron_layer import random as random_tensor
 from lib.megatron_layer import step as step_of_layer
-from lib.megatron_training import (
-    batches,
-    forward_step,
-    logged_values,
-    training,
-)
+from lib.megatron_skipped_step import ALL, ENOUGH, FACTOR, ON_CPU, SKEWED, STEPS, lines_of, run_job
+from lib.megatron_training import batches, forward_step, training
 
 from ep_dispatcher.errors import TooFewRowsError
 from ep_dispatcher.integrations.megatron import skipped_steps
@@ -42,15 +34,7 @@ from ep_dispatcher.integrations.megatron.dispatcher import (
 )
 from ep_dispatcher.integrations.megatron.dispatcher.rank_capacity import Overflow
 
-ON_CPU = pytest.mark.skipif(on_gpu(), reason="Megatron's training loop on GPUs needs more than these ranks have")
 ON_GPU = pytest.mark.skipif(not on_gpu(), reason="CUDA graphs need GPUs: EP_DISPATCHER_ENGINE=cuda")
-
-FACTOR = "--ep-dispatcher-rank-capacity-factor"
-NODE_FACTOR = "--ep-dispatcher-node-capacity-factor"
-STEPS = 10
-HALF, ALL = 0.6, 1.0  # share of the tokens that go to experts 0 and 1, both of the first rank of a group
-SKEWED = {3: HALF, 7: ALL}
-ENOUGH = 4.0
 
 EXPERT_BIAS = dict(
     moe_router_score_function="sigmoid",
@@ -58,105 +42,6 @@ EXPERT_BIAS = dict(
     moe_router_load_balancing_type="seq_aux_loss",
 )
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-
-
-@dataclass
-class Job:
-    """What a job gives. Its tensors: losses, logged values, weights, the optimizer's state, the next random numbers."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    succeeded: list[bool] = field(default_factory=list)
-    printed: str = ""
-    skipped: int = 0
-    factors: list[float] = field(default_factory=list)  # after each step
-    node_factors: list[float] = field(default_factory=list)
-
-
-def state_of(model, optimizer) -> dict[str, torch.Tensor]:
-    """Weights, expert bias and counts, main weights, the optimizer's state, the loss scale.
-
-    Without weights that are gathered in the next forward pass.
-    """
-    found = {}
-    if not getattr(model, "remove_forward_pre_hook_handles", None):
-        found = {name: one.clone() for name, one in model.state_dict().items() if torch.is_tensor(one)}
-    found |= {name: one.clone() for name, one in model.named_buffers()}
-    for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        found[f"loss scale {number}"] = part.get_loss_scale().clone()
-        if getattr(part, "grad_scaler", None) is not None:
-            found[f"hysteresis {number}"] = torch.tensor([part.grad_scaler._hysteresis_tracker])
-        for place, (weight, state) in enumerate(part.optimizer.state.items() if part.optimizer is not None else ()):
-            found[f"main weight {number} {place}"] = weight.detach().clone()
-            found |= {f"state {number} {place} {k}": v.clone() for k, v in state.items() if torch.is_tensor(v)}
-    return found
-
-
-def run_job(
-    rank: int,
-    factor: float,
-    skewed=SKEWED,
-    leaves_out: Collection[int] = (),
-    ranks: Collection[int] | None = None,
-    shares: tuple[float, ...] = (1.0,),
-    **settings,
-) -> Job:
-    """Train, and note all that the next steps depend on.
-
-    leaves_out  steps in which Megatron finds gradients that are not finite, before it changes its loss scale. What they
-                have changed before the optimizer is put back here, as nothing of them is to count
-    shares      one number for each schedule of a step: how much of the step's skew it has
-    """
-    from megatron.core.optimizer import ChainedOptimizer
-
-    job = Job()
-    with training(factor, ranks is None or rank in ranks, **settings) as of, pytest.MonkeyPatch.context() as patch:
-        model, optimizer = of.model, of.optimizer
-        random.seed(3 + rank), np.random.seed(4 + rank)
-        buffers_of = dict(model.named_buffers())
-        for step in range(1, STEPS + 1):
-            before = state_of(model, optimizer)
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            losses = {}
-            for number, share in enumerate(shares):
-                of.skew.share = share * skewed.get(step, 0.0)
-                losses |= losses_of(f"step {step}, schedule {number}", of.schedule())
-            if step in leaves_out:
-                with patch.context() as finding:
-                    finding.setattr(ChainedOptimizer, "prepare_grads", lambda self: True)
-                    success, norm, zeros = optimizer.step()
-                for name, buffer in buffers_of.items():
-                    buffer.copy_(before[name])
-                logged_values()
-            else:
-                success, norm, zeros = optimizer.step()
-            job.succeeded.append(success)
-            job.factors.append(rank_capacity.state().grown_factor)
-            job.node_factors.append(rank_capacity.state().grown_node_factor)
-            logged = logged_values()
-            if success:
-                assert norm > 0 and zeros is not None
-                job.tensors |= losses | {f"{name} of step {step}": one for name, one in logged.items()}
-            else:
-                assert (norm, zeros) == (None, None)
-                assert not any(one.any() for one in logged.values()), "logged losses of a skipped step"
-                assert_same_bits(state_of(model, optimizer), before)
-        if settings.get("overlap_param_gather"):
-            model.disable_forward_pre_hook()  # gathers
-        job.tensors |= state_of(model, optimizer)
-        assert any(name.endswith("router.weight") for name in job.tensors) or settings.get("dense_stages")
-        numbers = dict(host=torch.tensor(random.random()), numpy=torch.tensor(np.random.rand()), torch=torch.rand(1))
-        job.tensors |= {f"next random number of {name}": one for name, one in numbers.items()}
-    job.printed, job.skipped = of.printed.getvalue(), skipped_steps()
-    return job
-
-
-def losses_of(what: str, of_microbatches: list[dict]) -> dict[str, torch.Tensor]:
-    return {f"loss of {what}, microbatch {number}": one["lm loss"] for number, one in enumerate(of_microbatches)}
-
-
-def lines_of(printed: str) -> list[str]:
-    return [line for line in printed.splitlines() if "the optimizer step of this iteration is skipped" in line]
 
 
 # ---- steps of jobs --------------------------------------------------------------------------------------------------
@@ -250,79 +135,6 @@ def test_two_skips_in_a_row_double_the_factor(rank: int):
     got = run_job(rank, 2, skewed={2: 0.45, 3: 0.75, 5: ALL}, num_microbatches=1)
     assert got.succeeded == [step not in (2, 3) for step in range(1, STEPS + 1)] and got.skipped == 2
     assert got.factors[0] == 0 and 2 < got.factors[1] < 3 and set(got.factors[2:]) == {4}, got.factors
-
-
-@contextlib.contextmanager
-def nodes_of_one_rank():
-    buffers.destroy_buffers()  # of another number of nodes
-    try:
-        with environment(EP_DISPATCHER_RANKS_PER_NODE="1"):
-            yield
-    finally:
-        buffers.destroy_buffers()
-
-
-@ON_CPU
-@on_ranks(4, Layout(ep=4))
-def test_steps_with_too_many_tokens_for_a_node_are_skipped(rank: int):
-    """Everything else is as in a job without the limit in which Megatron skips these two steps, bit by bit."""
-    skewed = {3: 0.5, 7: ALL}
-    with nodes_of_one_rank():
-        given = dict(skewed=skewed, num_microbatches=1)
-        wanted = run_job(rank, ENOUGH, leaves_out=skewed, **given)
-        got = run_job(rank, ENOUGH, node_factor=1.6, **given)
-        assert got.succeeded == wanted.succeeded == [step not in skewed for step in range(1, STEPS + 1)], got.printed
-        assert_same_bits(got.tensors, wanted.tensors)
-        lines = lines_of(got.printed)
-        assert got.skipped == 2 and len(lines) == 2 * (rank == 0), lines
-        most = 28 / 13  # of 8 experts and top-2 a node with 2 has an expert of 13 / 28 of the tokens
-        assert set(got.factors) == {0} and 1.6 < got.node_factors[5] < got.node_factors[-1] == pytest.approx(most, 1e-3)
-        if rank == 0:
-            assert "tokens of a rank for another node, more than node capacity factor 1.6 has room for" in lines[0]
-            assert f"Start with {NODE_FACTOR} {got.node_factors[-1]:g} to avoid them" in lines[1], lines
-
-
-@ON_CPU
-@on_ranks(4, Layout(ep=4))
-def test_both_capacities_may_grow_at_once(rank: int):
-    """Each by the rank that needs most of it. An evaluation names the factors that are enough."""
-    overflows = [Overflow(2.5, rows=320, layer=2, most=4)] if rank == 1 else []
-    overflows += [Overflow(1.5 + rank / 10, rows=50 + rank, layer=1, most=28 / 13, argument="max_tokens_to_node")]
-    with nodes_of_one_rank(), training(2, node_factor=1.2) as of:
-        facts = skipped_step._facts_of([of.model])
-        with pytest.raises(TooFewRowsError) as caught:
-            skipped_step._conclude(overflows, [of.model], facts, trains=False)
-        assert str(caught.value).endswith(f"{FACTOR} 2.5 and {NODE_FACTOR} 1.8 is enough for this routing")
-        skipped_step._conclude(overflows, [of.model], facts, trains=True)
-        state = rank_capacity.state()
-        assert (state.grown_factor, state.grown_node_factor, state.num_skipped) == (2.75, 1.98, 1)
-        text = of.printed.getvalue()
-        if rank == 0:
-            assert "layer 2 needs 320 rows on a rank, more than rank capacity factor 2 has room for" in text, text
-            assert "layer 1 has 53 tokens of a rank for another node, more than node capacity" in text, text
-
-
-@ON_CPU
-@on_ranks(2, Layout(ep=2))
-def test_an_evaluation_with_too_many_tokens_for_a_node(rank: int):
-    with nodes_of_one_rank(), training(2, node_factor=0.9) as of:
-        of.skew.share = ALL
-        with pytest.raises(TooFewRowsError) as caught, torch.no_grad():
-            of.schedule(forward_only=True)
-        assert caught.value.argument == "max_tokens_to_node" and caught.value.needed_rows == 64
-        assert f"{NODE_FACTOR} 1.28 is enough" in str(caught.value)
-        with pytest.raises(TooFewRowsError, match=f"{NODE_FACTOR} 1.28 is enough"):
-            forward_step(batch_of=batches(), model=of.model)
-
-
-def test_the_share_of_a_node():
-    share = rank_capacity.share_of_node
-    assert share(1, 8, 2) == 1 and share(2, 8, 8) == 1
-    assert share(4, 256, 2) == pytest.approx(1 / 2.28, 1e-2)
-    assert share(8, 256, 8) == pytest.approx(1 / 1.5, 2e-2)
-    assert share(8, 256, 8, 8, 4) == 0.5 and share(8, 256, 8, 4, 2) > 0.6, "groups of two nodes"
-    capacities = rank_capacity.Capacities(8, 2, max_tokens=100, share_of_node=0.5)
-    assert [capacities.max_tokens_to_node(factor) for factor in (0.9, 1.2, 2, 5)] == [45, 60, 100, 100]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import types
 import pytest
 import torch
 
-from ep_dispatcher.engines.cuda.streams import Streams, in_stream
+from ep_dispatcher.engines.cuda import streams
+from ep_dispatcher.engines.cuda.streams import SideStream, Streams, in_stream
 
 MAIN, SIDE = (7, 0, 1), (9, 0, 1)  # id, index and type of a device
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -78,6 +79,60 @@ def test_operations_of_an_engine_follow_each_other(machine):
     with in_stream(stream_of(SIDE)):
         one.follow()
     assert machine.log[2:] == [(9, 7)], "but for streams of the same capture"
+
+
+def test_a_side_stream_and_its_main_stream_wait_for_each_other(machine, monkeypatch):
+    stream = stream_of(SIDE)
+    stream.cuda_stream = SIDE[0]
+    monkeypatch.setattr(streams, "side_stream", lambda device: stream)
+    one = Streams()
+    one._compiled, one._device_index = machine, 0
+    side = one.side_stream()
+    with side.current():
+        assert machine.current == SIDE
+        side.follow_main()
+        side.main_follows()
+    assert machine.log == [(9, 7), (7, 9)]
+    machine.current = (8, 0, 1)
+    side.order_memory()
+    assert machine.log[2:] == [(9, 8)], "the stream that reads the memory, not the main one"
+    machine.captured.add(8)
+    side.order_memory()
+    assert machine.log[3:] == [], "a wait behind the join would leave the capture without a join"
+
+
+@needs_gpu
+def test_a_main_stream_waits_for_events_of_its_side_stream():
+    """Each wait is for what the side stream was given before the event, also in a graph."""
+    from ep_dispatcher import _C_cuda
+
+    first, second, sums = (torch.zeros(1 << 20, device="cuda") for _ in range(3))
+
+    def add() -> None:
+        side, events = SideStream(_C_cuda, 0), []
+        side.follow_main()
+        for number in (first, second):
+            with side.current():
+                torch.cuda._sleep(1_000_000)
+                number.add_(1)
+                events.append(side.record_event())
+        for number, event in zip((first, second), events):
+            side.main_waits(event)
+            sums.add_(number)
+        side.main_follows()
+        side.order_memory()
+
+    for _ in range(10):
+        add()
+    assert (sums.cpu() == 110).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add()
+    for number in (first, second, sums):
+        number.zero_()
+    for _ in range(10):
+        graph.replay()
+    assert (sums.cpu() == 110).all()
 
 
 @needs_gpu

@@ -141,19 +141,14 @@ def _agree(
             if not shapes or any(not shape or any(size < 1 for size in shape) for shape in shapes):
                 given = [tuple(shape) for shape in shapes]
                 checks.fail(name, f"of the shapes {given}", "some, each of sizes of at least 1")
-        return dict(
+        sizes = dict(
             num_slots=num_slots,
             weights=[f"{dtype} {list(shape)}" for shape, dtype in weights],
             gradients=[list(shape) for shape in gradients],
         )
+        return {f"{name} of expert slots": given for name, given in sizes.items()}
 
     everyone = gather("sizes", own)
     with gather.same_on_all_ranks():
-        for rank, one in enumerate(everyone):
-            for name, first in everyone[0].items():
-                if one[name] != first:
-                    checks.refuse(
-                        f"{name} of expert slots: rank 0 gave {first}, rank {rank} gave {one[name]}; all ranks must "
-                        "give the same"
-                    )
+        checks.require_same(everyone)
     return slot_layout(weights, gradients, num_slots)

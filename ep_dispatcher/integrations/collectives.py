@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -88,18 +87,6 @@ def max_over_job(*values: int) -> list[int]:
     largest = torch.tensor(values, dtype=torch.int64, device=job_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
-
-
-def require_same(everyone: Sequence[Mapping[str, int | None]]) -> None:
-    """Raise ValueError if ranks have brought different numbers to a Gather. None: not given."""
-    for rank, one in enumerate(everyone):
-        for name, first in everyone[0].items():
-            if one[name] != first:
-                first_given = "none" if first is None else first
-                given = "none" if one[name] is None else one[name]
-                raise ValueError(
-                    f"{name}: rank 0 gave {first_given}, rank {rank} gave {given}; all ranks must give the same"
-                )
 
 
 def abandon(buffer: ep.Buffer) -> None:

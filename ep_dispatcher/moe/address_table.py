@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of, even_step
 
 
 def address_table(matrices: ExpertMatrices, device: torch.device) -> tuple[Tensor, bool]:
@@ -39,9 +37,9 @@ def _make_address_table(addresses: tuple[int, ...], device: torch.device) -> tup
     GPU. It belongs to the graph, because only replays of the graph write it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        steps = {after - before for before, after in itertools.pairwise(addresses)} or {16}
-        if len(steps) == 1:
-            return _evenly_spaced_table(addresses[0], steps.pop(), len(addresses), device)
+        step = even_step(addresses)
+        if step is not None:
+            return _evenly_spaced_table(addresses[0], step, len(addresses), device)
         checks.refuse(
             f"{len(addresses)} matrices lie at new addresses, and at irregular steps, while a CUDA graph is captured: "
             "run one warm-up pass with these matrices first"
@@ -55,5 +53,8 @@ def _make_address_table(addresses: tuple[int, ...], device: torch.device) -> tup
 
 def _evenly_spaced_table(begin: int, step: int, count: int, device: torch.device) -> tuple[Tensor, bool]:
     """Return `address_table` for matrices at begin, begin + step and so on, without a copy from the host."""
-    addresses = torch.arange(begin, begin + count * step, step, dtype=torch.int64, device=device)
+    if step == 0:  # one matrix, or the same one for all experts
+        addresses = torch.full((count,), begin, dtype=torch.int64, device=device)
+    else:
+        addresses = torch.arange(begin, begin + count * step, step, dtype=torch.int64, device=device)
     return addresses, not (begin % 16 or step % 16)

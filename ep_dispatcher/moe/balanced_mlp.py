@@ -39,7 +39,7 @@ from ep_dispatcher.balance.balancer import Balancer
 from ep_dispatcher.balance.slots import Slots
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines.base import Engine
-from ep_dispatcher.engines.cuda.streams import in_stream
+from ep_dispatcher.engines.cuda.streams import SideStream
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import float8_gemm, grouped_gemm
@@ -146,7 +146,7 @@ class _BalancedMlp(Function):
         own = own_weights(mlp.parameters, mlp.float8)
         in_slots = weights_in_slots(own, slots)
         pushed = weights_to_push(mlp.parameters, mlp.float8, is_backward=False)
-        with balancer.using_slots(), _SideStream(engine, x) as side:
+        with balancer.using_slots(), _CopyStream(engine, x) as side:
             if handles:
                 copies = handles[0].copies
                 assert copies is not None  # as the handle is that of a layer with redundant experts
@@ -201,7 +201,7 @@ class _BalancedMlp(Function):
         engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), _gemms(mlp)
         num_own = engine.config.num_own_experts
         ends, num_rows = saved.ends, saved.rows.shape[0]
-        with balancer.using_slots(), _SideStream(engine, grad) as side:
+        with balancer.using_slots(), _CopyStream(engine, grad) as side:
             request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
             grad_results = side.collective(engine.dispatch, request).rows
             side.push(balancer, slots, copies, weights_to_push(parameters, mlp.float8, is_backward=True))
@@ -293,7 +293,7 @@ class _Once:
         return self._result
 
 
-class _SideStream:
+class _CopyStream:
     """The stream for weights and gradients of copies, beside the GEMMs. On a CPU each step takes its turn.
 
     Operations of the buffer in both streams follow each other, as the engine orders them. Inside ``with``, an error
@@ -302,14 +302,10 @@ class _SideStream:
 
     def __init__(self, engine: Engine, t: Tensor):
         self._engine = cast("CudaEngine", engine)
-        self._side: torch.cuda.Stream | None = None
-        self._main_address = self._side_address = 0
+        self._side: SideStream | None = self._engine.side_stream() if t.is_cuda else None
         self._is_in_operation = self._has_followed = False
-        if t.is_cuda:
-            self._main_address, self._side = self._engine.current_address(), self._engine.side_stream()
-            self._side_address = self._side.cuda_stream
 
-    def __enter__(self) -> _SideStream:
+    def __enter__(self) -> _CopyStream:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -318,9 +314,8 @@ class _SideStream:
             self._engine.give_up("ran the experts of a layer", error)
         if self._has_followed:
             self.main_waits()
-        # What is freed from here on is reused behind kernels of the main stream (order_memory in overlap.py says when).
-        if self._side is not None and not torch.cuda.is_current_stream_capturing():
-            self._engine.order(self._engine.current_address(), self._side_address)
+        if self._side is not None:
+            self._side.order_memory()
 
     def collective(self, operation: Callable[..., T], *arguments: Any) -> T:
         """Call an operation of the buffer in the current stream: the main one outside of ``with current()``.
@@ -334,7 +329,7 @@ class _SideStream:
 
     def current(self) -> AbstractContextManager[Any]:
         """Make it the current stream."""
-        return nullcontext() if self._side is None else in_stream(self._side)
+        return nullcontext() if self._side is None else self._side.current()
 
     def barrier(self, balancer: Balancer) -> None:
         """Let what follows in the side stream come after all earlier work of every rank."""
@@ -350,10 +345,10 @@ class _SideStream:
     def follow_main(self) -> None:
         """Let the side stream wait for all that the main stream has been given so far."""
         if self._side is not None:
-            self._engine.order(self._main_address, self._side_address)
+            self._side.follow_main()
             self._has_followed = True
 
     def main_waits(self) -> None:
         """Let the main stream wait for all that the side stream has been given so far."""
         if self._side is not None:
-            self._engine.order(self._side_address, self._main_address)
+            self._side.main_follows()

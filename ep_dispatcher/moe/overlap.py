@@ -37,7 +37,7 @@ autograd does where each step is a node of its own (run_nodes in mlp.py).
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -242,13 +242,12 @@ class _MlpInParts(torch.autograd.Function):
                     handles.append(new_handle(buffer.live_engine(), requests[i], received))
                 ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
                 rows, saved_forward = forward_rows(received.rows, received.topk_weights, ends, mlp, received.scales)
-                experts_end = operations.record_event()
                 results.append(rows)
                 if len(dispatched) < num_parts:
                     dispatched.append(operations.dispatch(requests[i + 1]))
                 handle = handles[i]
                 combine_request = CombineRequest(rows, handle.plan, len(out), message_rows=handle.message_rows, out=out)
-                operations.combine(combine_request, experts_end)
+                operations.combine(combine_request)
                 saved += [*saved_forward, handle.plan, handle.message_rows]
         ctx.save_for_backward(*saved, *tensors)
         ctx.mlp, ctx.buffer, ctx.note = mlp, buffer, buffer.backward_note
@@ -294,14 +293,15 @@ class _MlpInParts(torch.autograd.Function):
                     combine_request = CombineRequest(
                         grad_rows, plan, len(out), topk_weights=grad_row_weights, message_rows=message_rows, out=out
                     )
-                    combined = operations.combine(combine_request, operations.record_event())
+                    combined = operations.combine(combine_request)
                     grad_topk_weights[i] = combined.topk_weights
             sets = [(part, row_grads) for part, (row_grads, *_) in zip(parts, grads)]
             side = operations.side  # `write` may be called later, and must not keep all of `operations` alive
 
             def write(out: Parameters, accumulate: bool) -> None:
                 write_parameter_grads(sets, mlp.activation, out, accumulate)
-                order_memory(side)
+                if side is not None:
+                    side.order_memory()
 
             needs_grad_parameters = any(ctx.needs_input_grad[_FIRST_PARAMETER:])
             grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_grad_parameters)
@@ -327,14 +327,11 @@ class _Operations:
     def __init__(self, buffer: Buffer, x: Tensor, num_parts: int, overlap: bool, num_operations: int):
         self.buffer, self.num_parts, self.num_operations, self.num_launched = buffer, num_parts, num_operations, 0
         self.engine = cast("CudaEngine", buffer.live_engine()) if x.is_cuda else None
-        self.main: torch.cuda.Stream | None = None
-        self.side: torch.cuda.Stream | None = None
-        if overlap and self.engine is not None:
-            self.main, self.side = torch.cuda.current_stream(x.device), self.engine.side_stream()
+        self.side = self.engine.side_stream() if overlap and self.engine is not None else None
 
     def __enter__(self) -> _Operations:
-        if self.main is not None and self.side is not None:
-            self.side.wait_stream(self.main)
+        if self.side is not None:
+            self.side.follow_main()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -342,50 +339,36 @@ class _Operations:
         if error is not None and is_between and self.engine is not None and not isinstance(error, ValueError):
             self.engine.give_up("ran the experts of a layer", error)
         self.join()
-        order_memory(self.side)
+        if self.side is not None:
+            self.side.order_memory()
 
     def join(self) -> None:
         """Make the main stream wait for all operations."""
-        if self.main is not None and self.side is not None:
-            self.main.wait_stream(self.side)
+        if self.side is not None:
+            self.side.main_follows()
 
-    def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
-        """Launch a dispatch after the earlier operations. Return its outputs, and the event for `wait`."""
+    def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.Event | None]:
+        """Launch a dispatch after the earlier operations. Return its outputs, and the event for `wait`.
+
+        The event is needed because the next dispatch may be launched before `wait`.
+        """
         side = self.side if self.num_parts > 1 else None
-        with self._in_stream(side):
+        with nullcontext() if side is None else side.current():
             received = self.buffer.live_engine().dispatch(request)
-        self.num_launched += 1
-        return received, None if side is None else side.record_event()
+            self.num_launched += 1
+            return received, None if side is None else side.record_event()
 
-    def wait(self, received: Received, event: torch.cuda.Event | None) -> Received:
+    def wait(self, received: Received, event: torch.Event | None) -> Received:
         """Make the main stream wait for a dispatch. Return its outputs."""
-        if self.main is not None and event is not None:
-            self.main.wait_event(event)
+        if self.side is not None and event is not None:
+            self.side.main_waits(event)
         return received
 
-    def record_event(self) -> torch.cuda.Event | None:
-        """Return an event behind everything that was launched in the main stream so far."""
-        return None if self.main is None else self.main.record_event()
-
-    def combine(self, request: CombineRequest, after: torch.cuda.Event | None) -> Combined:
-        """Launch a combine after the earlier operations and after an event."""
-        if self.side is not None and after is not None:
-            self.side.wait_event(after)
-        with self._in_stream(self.side):
+    def combine(self, request: CombineRequest) -> Combined:
+        """Launch a combine after the earlier operations, and after all that the main stream has been given so far."""
+        if self.side is not None:
+            self.side.follow_main()
+        with nullcontext() if self.side is None else self.side.current():
             combined = self.buffer.live_engine().combine(request)
         self.num_launched += 1
         return combined
-
-    def _in_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def order_memory(side: torch.cuda.Stream | None) -> None:
-    """Make a side stream wait for the current one, so that memory freed from here on is reused after its kernels.
-
-    Two main streams may share a side stream (streams.py), and gradients may be written after the layer. While a
-    graph is captured the side stream does not wait, because no join would follow. There the next layer of the same main
-    stream waits, and nobody else gets that memory, because it belongs to the graph.
-    """
-    if side is not None and not torch.cuda.is_current_stream_capturing():
-        side.wait_stream(torch.cuda.current_stream(side.device))

@@ -27,7 +27,8 @@ def side_stream(device: int) -> torch.cuda.Stream:
     """Return the side stream of the current stream, the main one. It has a higher priority.
 
     Up to 32 main streams of a device have one each; further ones share them. A caller may get the same stream from
-    PyTorch. So before memory of a side stream is freed, make that stream wait for the readers (moe/overlap.py).
+    PyTorch. So before memory of a side stream is freed, make that stream wait for the readers
+    (``SideStream.order_memory``).
     """
     main_address = torch._C._cuda_getCurrentRawStream(device)
     key = device, main_address
@@ -77,6 +78,49 @@ class _StreamScope(AbstractContextManager[None]):
         torch._C._cuda_setStream(*self._before)
 
 
+class SideStream:
+    """The side stream of the current stream, which is the main one: for operations beside kernels of experts.
+
+    Both are known by their addresses, and events are made in compiled code: those of torch.cuda are made in Python,
+    which takes the host 10 to 20 us each.
+    """
+
+    def __init__(self, compiled: Any, device: int):
+        self._compiled, self._device, self._stream = compiled, device, side_stream(device)
+        self._address, self._main_address = self._stream.cuda_stream, torch._C._cuda_getCurrentRawStream(device)
+
+    def current(self) -> AbstractContextManager[None]:
+        """Return a scope in which it is the current stream."""
+        return in_stream(self._stream)
+
+    def follow_main(self) -> None:
+        """Let it wait for all that the main stream has been given so far."""
+        self._compiled.order_streams(self._device, self._main_address, self._address)
+
+    def main_follows(self) -> None:
+        """Let the main stream wait for all that it has been given so far."""
+        self._compiled.order_streams(self._device, self._address, self._main_address)
+
+    def record_event(self) -> torch.Event:
+        """Return an event behind all that it has been given so far. Call it inside of ``with current()``."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def main_waits(self, event: torch.Event) -> None:
+        """Let the main stream wait for an event. Call it while the main stream is the current one."""
+        torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def order_memory(self) -> None:
+        """Let it wait for the current stream, so that memory freed from here on is reused after that one's kernels.
+
+        Two main streams may share a side stream, and gradients may be written after the layer. While a graph is
+        captured the side stream does not wait, because no join would follow. There the next layer of the same main
+        stream waits, and nobody else gets that memory, because it belongs to the graph.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            current = torch._C._cuda_getCurrentRawStream(self._device)
+            self._compiled.order_streams(self._device, current, self._address)
+
+
 def wait_for_device(device: torch.device, limit_s: float) -> None:
     """Make the host wait until a GPU is idle. RuntimeError after ``limit_s``.
 
@@ -118,28 +162,28 @@ class Streams:
     _stream: torch.Stream | None = None  # the stream of the last operation
     _stream_address = 0  # its address
     _own_stream: torch.cuda.Stream | None = None
-    _caller: torch.cuda.Stream | None = None  # the stream that will wait for an asynchronous operation
+    _caller: torch.Stream | None = None  # the stream that will wait for an asynchronous operation
 
     @contextmanager
     def asynchronous(self, *inputs: object) -> Iterator[None]:
         """Run operations inside in a stream of the buffer's own, after all work so far in the current stream."""
-        self._caller = torch.cuda.current_stream(self._device)
+        self._caller = torch.accelerator.current_stream(self._device_index)
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self._device, priority=-1)
-        self._own_stream.wait_stream(self._caller)
+        self.order(self.current_address(), self._own_stream.cuda_stream)
         for value in inputs:
             for t in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(t, Tensor) and t.is_cuda:
                     t.record_stream(self._own_stream)
         try:
-            with torch.cuda.stream(self._own_stream):
+            with in_stream(self._own_stream):
                 yield
         finally:
             self._caller = None
 
-    def side_stream(self) -> torch.cuda.Stream:
+    def side_stream(self) -> SideStream:
         """Return the stream for operations beside kernels of experts in the current stream."""
-        return side_stream(self._device_index)
+        return SideStream(self._compiled, self._device_index)
 
     def current_address(self) -> int:
         """Return the address of the current stream."""

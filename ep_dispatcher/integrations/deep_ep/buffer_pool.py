@@ -19,7 +19,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import copy_error
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.integrations.collectives import all_reduce, require_same
+from ep_dispatcher.integrations.collectives import all_reduce
 from ep_dispatcher.integrations.deep_ep.config import warn_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, outside_graphs
 from ep_dispatcher.integrations.deep_ep.late_errors import LateErrors
@@ -152,7 +152,7 @@ class BufferPool:
         with Gather(self.group, envs.timeout_s()) as gather:
             everyone = gather("compare the settings", own)
             with gather.same_on_all_ranks():
-                require_same(everyone)
+                checks.require_same(everyone, none="none")
         self._settings = _own_settings()
         return self._settings
 

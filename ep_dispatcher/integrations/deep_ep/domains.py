@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ep_dispatcher import engines, envs
+from ep_dispatcher import checks, engines, envs
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.integrations.collectives import require_same
 from ep_dispatcher.nvlink import find_nodes
 from ep_dispatcher.topology import Topology, host_id, registered_group
 
@@ -25,7 +24,7 @@ def find_topology(group: ProcessGroup | DeviceMesh, same: dict[str, int] | None 
         found = gather("hosts", lambda: (host_id(), engines.choose(envs.engine()), same or {}))
         hosts, names, numbers = (list(of_ranks) for of_ranks in zip(*found, strict=True))
         with gather.same_on_all_ranks():
-            require_same(numbers)
+            checks.require_same(numbers)
         engine = "cpu" if "cpu" in names else "cuda"
         topology, _ = find_nodes(gather, group.rank(), hosts, ranks_per_node, engine)
     _found[group] = ranks_per_node, topology

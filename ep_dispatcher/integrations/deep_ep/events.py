@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.engines.cuda.streams import in_stream
 
 C = TypeVar("C", bound=type)
 
@@ -31,15 +32,18 @@ def outside_graphs(cls: C) -> C:
 
 @outside_graphs
 class EventHandle:
-    """An event of all work so far in the current stream; of nothing without a GPU."""
+    """An event of all work so far in the current stream; of nothing without a GPU.
+
+    Streams and events of torch.cuda would be made in Python, which takes the host ten times as long.
+    """
 
     def __init__(self):
-        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        self._event = torch.accelerator.current_stream().record_event() if torch.cuda.is_available() else None
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for it."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.accelerator.current_stream().wait_event(self._event)
 
 
 @outside_graphs
@@ -115,7 +119,7 @@ def in_current_stream(values: Iterable[Any]) -> None:
     """Let the memory of tensors, as tensors_in finds them, be reused only after the current stream's work so far."""
     for t in tensors_in(values):
         if t.is_cuda:
-            t.record_stream(torch.cuda.current_stream())
+            t.record_stream(torch.accelerator.current_stream())
 
 
 class Operation:
@@ -178,18 +182,17 @@ class CommStream:
             if async_finish:
                 operation.event = EventOverlap(EventHandle())
             return
-        caller, stream = torch.cuda.current_stream(), self.stream()
-        with torch.cuda.stream(stream):
-            if before is None:
-                stream.wait_stream(caller)
-            else:
-                before.current_stream_wait()
+        caller, stream = torch.accelerator.current_stream(), self.stream()
+        begin = EventHandle() if before is None else before
+        with in_stream(stream):
+            begin.current_stream_wait()
             for t in operation.inputs:
                 t.record_stream(stream)
             yield operation
             for t in operation.outputs:  # allocated in this stream, used in the caller's
                 t.record_stream(caller)
-            if async_finish:
-                operation.event = EventOverlap(EventHandle())
-        if not async_finish:
-            caller.wait_stream(stream)
+            end = EventHandle()
+        if async_finish:
+            operation.event = EventOverlap(end)
+        else:
+            end.current_stream_wait()

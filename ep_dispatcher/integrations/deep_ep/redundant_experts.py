@@ -102,7 +102,8 @@ class RedundantExperts:
         with torch.inference_mode(False), gather_for_slots(config, self._device, number) as gather:
             everyone = gather("plans", lambda: planned)
             with gather.same_on_all_ranks():
-                _require_same_plans(everyone)
+                plans = [dict(lb_allocation_plan_or_num_bytes=one or None) for one in everyone]
+                checks.require_same(plans, none="no tensors", more=" tensors in the same order")
             self._memory: SlotMemory | None = allocate_slots(gather, config, self._device, num_bytes, number)
         self._num_bytes, self._topology = num_bytes, config.topology
 
@@ -225,12 +226,3 @@ def _named(argument: str, given: Tensor | Sequence[Tensor]) -> list[tuple[str, T
         if not isinstance(one, Tensor):
             checks.fail(name, f"of type {type(one).__name__}", "a tensor")
     return tensors
-
-
-def _require_same_plans(everyone: Sequence[str]) -> None:
-    for rank, planned in enumerate(everyone):
-        if planned != everyone[0]:
-            checks.refuse(
-                f"lb_allocation_plan_or_num_bytes: rank 0 planned {everyone[0] or 'no tensors'}, rank {rank} planned "
-                f"{planned or 'no tensors'}; all ranks must plan the same tensors in the same order"
-            )

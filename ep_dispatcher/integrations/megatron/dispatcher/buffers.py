@@ -250,14 +250,9 @@ def _agree_on_first(group: ProcessGroup, num_tokens: int, given: int | None, not
     except ep.PeerTimeoutError as error:
         error.note = note
         raise
+    sizes = [{_SIZE: one["given"]} for one in everyone]
+    checks.require_same(sizes, none="no size", more=" (also by EP_DISPATCHER_MAX_TOKENS_PER_RANK)")
     for rank, one in enumerate(everyone):
-        if one["given"] != everyone[0]["given"]:
-            first = "no size" if everyone[0]["given"] is None else everyone[0]["given"]
-            other = "no size" if one["given"] is None else one["given"]
-            raise ValueError(
-                f"{_SIZE}: rank 0 was given {first}, rank {rank} was given {other}; all ranks must be given the same "
-                "(also by EP_DISPATCHER_MAX_TOKENS_PER_RANK)"
-            )
         if given is not None and one["tokens"] > given:
             checks.refuse(f"hidden_states has {one['tokens']} tokens on rank {rank}, more than {_SIZE} {given} allows")
     return max(one["tokens"] for one in everyone)

@@ -230,9 +230,9 @@ def _why_not_weights(ours: MegatronExperts) -> str | None:
             return "Megatron's FSDP holds its weights"
         if weight.dtype != dtype or weight.device != device:
             return "its weights have different dtypes or devices"
-        # Kernels write gradients, and copies of experts are moved, as they lie in memory.
-        if is_plain and not all(map(Tensor.is_contiguous, (weight, getattr(weight, "main_grad", weight)))):
-            return "its weights or their main_grads are not contiguous"
+        why_not = _why_not_strides(ours, weight, is_plain)
+        if why_not is not None:
+            return why_not
     if len({hasattr(weight, "main_grad") for weight in tensors}) > 1:
         return "some of its weights have no main_grad"
     if len({getattr(weight, "main_grad", weight).dtype for weight in tensors}) > 1:
@@ -244,6 +244,20 @@ def _why_not_weights(ours: MegatronExperts) -> str | None:
             return f"rows of its weights are not multiples of {LINE_BYTES} bytes"
     if ours.config.gradient_accumulation_fusion and hasattr(w1[0], "grad_added_to_main_grad") and ours.ddp() is None:
         return "its gradients do not belong to Megatron's DistributedDataParallel"
+    return None
+
+
+def _why_not_strides(ours: MegatronExperts, weight: Any, is_plain: bool) -> str | None:
+    """Return why a weight or its main_grad cannot be used as it lies in memory.
+
+    Kernels write gradients, and copies of experts are moved, in the order of memory. A quantized weight has no values
+    of its own: Transformer Engine allocates them, contiguous. Its main_grad is as that of any other weight.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    for owner, t in (("", weight if is_plain else None), ("main_grad of ", main_grad)):
+        if t is not None and not t.is_contiguous():
+            name = next(name for name, one in ours.module.named_parameters() if one is weight)
+            return f"{owner}{name} has shape {list(t.shape)} and strides {list(t.stride())}, and is not contiguous"
     return None
 
 
