@@ -20,7 +20,7 @@ LAUNCHER = "ep_dispatcher.integrations.megatron"
 # What pretrain_gpt.py prints in every --log-interval: "iteration 10/ 1500 | name: number | name: number | ...".
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
 ENTRY = re.compile(r"\s*([^|:]+): +([\d.Ee+-]+|nan|inf) \|")
-MILLISECONDS, LOSS = "elapsed time per iteration (ms)", "lm loss"
+MILLISECONDS, LOSS, NORM = "elapsed time per iteration (ms)", "lm loss", "grad norm"
 
 
 @dataclass
