@@ -12,7 +12,8 @@ those before it have ended. The GPUs hold weights and optimizer states of a whol
 
 A job has its own name, variables and arguments. Arguments after the script go to all jobs. Jobs with a variable or an
 argument of ep_dispatcher start through its launcher; -m MODULE before the arguments names another launcher. The script
-is in the folder of Megatron-LM.
+is in the folder of Megatron-LM. $(cat benchmarks/megatron_job.txt) gives the arguments of a job for 2 GPUs, and a file
+of benchmarks/megatron_shapes those of a job with the layers of a real model.
 
 Other dispatchers of Megatron are jobs too. Each needs its own package deep_ep, so they differ in PYTHONPATH:
 
@@ -22,7 +23,8 @@ Other dispatchers of Megatron are jobs too. Each needs its own package deep_ep, 
 
 It prints the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to that
 of the first job, losses, and norms of the gradient. Logs and JSON are in --out, and are complete as far as the jobs
-came if --limit ends them. The exit code is 1 if a job failed.
+came if --limit ends them. benchmarks/megatron_steps.py makes a table and a chart of the JSON of several calls. The
+exit code is 1 if a job failed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ import argparse
 import os
 import runpy
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_jobs import LOSS, MILLISECONDS, NORM, Job, read_iterations
+from megatron_jobs import LOSS, MILLISECONDS, NORM, Job, StepTime, read_iterations
 
 # Jobs without ep_dispatcher run this file too, so it is imported in functions only.
 TURN = "--turn"
@@ -191,13 +192,11 @@ def report(runs: list[Run], jobs: list[Job], last: int) -> str:
         if not sound:
             rows.append((job.name, "no run ended well", "", "", "", ""))
             continue
-        medians = [statistics.median(run.milliseconds[-last:]) for run in sound]
-        every = sorted(ms for run in sound for ms in run.milliseconds[-last:])
-        cut = len(every) // 10
-        base = base or statistics.median(medians)
+        step = StepTime.of([run.milliseconds for run in sound], last)
+        base = base or step.median
         losses, norms = three_of(sound[-1].losses, 4), three_of(sound[-1].norms, 3)
-        spread, ratio = f"{every[cut]:.1f} to {every[-1 - cut]:.1f}", f"{statistics.median(medians) / base:.3f}"
-        rows.append((job.name, ", ".join(f"{ms:.1f}" for ms in medians), spread, ratio, losses, norms))
+        spread, ratio = f"{step.low:.1f} to {step.high:.1f}", f"{step.median / base:.3f}"
+        rows.append((job.name, ", ".join(f"{ms:.1f}" for ms in step.medians), spread, ratio, losses, norms))
     return "\n".join(table(titles, rows))
 
 
