@@ -7,28 +7,25 @@ A rank per GPU; without GPUs on the CPU engine, for trying the script. The layer
 Transformer Engine's grouped experts. A pass is its forward and backward, of which the host launches everything; the GPU
 is idle before each of them. Times are medians on rank 0. They include the wait for the counts of a dispatch.
 
-A signal every --sample-us looks at the host's stack in as many passes again. An owner is that of the innermost function
-that is its own. Code in C counts for the Python function that called it. Machines are noisy: compare the shares of a
-run, or run two builds in turn.
+A signal every --sample-us looks at the host's stack in as many passes again (host_samples.py). Machines are noisy:
+compare the shares of a run, or run two builds in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import megatron_balance
 import torch
 import torch.distributed as dist
+from host_samples import Sampler, shares
 from megatron_balance import SIDES, Case, Side
 from torch import Tensor, nn
 
@@ -37,13 +34,7 @@ from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.tools.benchmark.suite import BACKENDS
 
-OWNERS = {  # by a part of a file's name; the first that fits
-    "ep_dispatcher": "this dispatcher and its experts",
-    "megatron": "Megatron",
-    "transformer_engine": "Transformer Engine",
-}
 WARM_UP = 25
-Place = tuple[str, str, int]  # file, function, line
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,28 +109,6 @@ def recipe_of(layer: Any) -> Iterator[None]:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-class Sampler:
-    """Notes the host's stack from time to time, inside ``with``. Only in the main thread, as signals go there."""
-
-    def __init__(self, sample_us: int):
-        self._seconds = 1e-6 * sample_us
-        self.stacks: list[list[Place]] = []
-        signal.signal(signal.SIGALRM, self._note)
-
-    def __enter__(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _note(self, _: int, frame: FrameType | None) -> None:
-        stack = []
-        while frame is not None:
-            stack.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
-            frame = frame.f_back
-        self.stacks.append(stack)
-
-
 def measure(case: Case, side: Side, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one side for the JSON, in microseconds of a pass."""
     model, layer = make_layer(case, side, args)
@@ -155,7 +124,7 @@ def measure(case: Case, side: Side, args: argparse.Namespace) -> dict[str, Any]:
             one_pass(case, layer, x, grad, sampler)
     layer.token_dispatcher = None  # see megatron_balance.take_turn
     forward, backward = (1e6 * statistics.median(of_pass) for of_pass in zip(*times))
-    return dict(forward=forward, backward=backward) | shares(sampler.stacks, forward + backward)
+    return dict(forward=forward, backward=backward) | shares(sampler.samples, forward + backward)
 
 
 def one_pass(case: Case, layer: Any, x: Tensor, grad: Tensor, scope: Any) -> tuple[float, float]:
@@ -174,34 +143,6 @@ def one_pass(case: Case, layer: Any, x: Tensor, grad: Tensor, scope: Any) -> tup
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
-
-
-def shares(stacks: list[list[Place]], total: float) -> dict[str, dict[str, float]]:
-    """Divide the time of a pass by the samples: among owners, functions with what they call, and lines without."""
-    owners, functions, lines = (collections.Counter[str]() for _ in range(3))
-    for stack in stacks:
-        owners[next(filter(None, map(owner_of, stack)), "others")] += 1
-        file, function, line = stack[0]
-        lines[f"{short(file)}:{line} {function}"] += 1
-        functions.update({f"{short(file)} {function}" for file, function, _ in stack})
-    unit = total / max(1, len(stacks))
-    named = dict(owners=owners, functions=functions, lines=lines)
-    return {name: {key: n * unit for key, n in counter.most_common(200)} for name, counter in named.items()}
-
-
-def owner_of(place: Place) -> str | None:
-    """Return whose function it is, or None for PyTorch, Triton, and this script."""
-    file = Path(place[0])
-    if file.parent == Path(__file__).parent:
-        return None
-    return next((owner for part, owner in OWNERS.items() if part in file.parts), None)
-
-
-def short(file: str) -> str:
-    """Return a file's name from its package on."""
-    parts = Path(file).parts
-    first = next((parts.index(part) for part in (*OWNERS, "triton", "torch") if part in parts), -1)
-    return "/".join(parts[first:])
 
 
 def report(name: str, found: dict[str, Any], num_lines: int) -> str:

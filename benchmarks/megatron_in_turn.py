@@ -12,7 +12,8 @@ those before it have ended. The GPUs hold weights and optimizer states of a whol
 
 A job has its own name, variables and arguments. Arguments after the script go to all jobs. Jobs with a variable or an
 argument of ep_dispatcher start through its launcher; -m MODULE before the arguments names another launcher. The script
-is in the folder of Megatron-LM.
+is in the folder of Megatron-LM. $(cat benchmarks/megatron_job.txt) gives the arguments of a job for 2 GPUs, and a file
+of benchmarks/megatron_shapes those of a job with the layers of a real model.
 
 Other dispatchers of Megatron are jobs too. Each needs its own package deep_ep, so they differ in PYTHONPATH:
 
@@ -21,7 +22,9 @@ Other dispatchers of Megatron are jobs too. Each needs its own package deep_ep, 
                --moe-flex-dispatcher-backend hybridep'
 
 It prints the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to that
-of the first job, and losses. Logs and JSON are in --out. The exit code is 1 if a job failed.
+of the first job, losses, and norms of the gradient. Logs and JSON are in --out, and are complete as far as the jobs
+came if --limit ends them. benchmarks/megatron_steps.py makes a table and a chart of the JSON of several calls. The
+exit code is 1 if a job failed.
 """
 
 from __future__ import annotations
@@ -29,14 +32,15 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import statistics
+import shlex
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megatron_jobs import LOSS, MILLISECONDS, Job, read_iterations
+from megatron_jobs import LOSS, MILLISECONDS, NORM, Job, StepTime, read_iterations
 
 # Jobs without ep_dispatcher run this file too, so it is imported in functions only.
 TURN = "--turn"
@@ -50,11 +54,18 @@ class Run:
     code: int = -1
     milliseconds: list[float] = field(default_factory=list)  # of each iteration
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of the gradient
 
     def read(self) -> None:
         sound = [found for found in read_iterations(self.log) if LOSS in found]
         self.milliseconds = [found[MILLISECONDS] for found in sound]
         self.losses = [found[LOSS] for found in sound]
+        self.norms = [found[NORM] for found in sound if NORM in found]
+
+    def figures(self) -> dict[str, Any]:
+        """Return what times.json has about the run."""
+        about = dict(job=self.job.name, arguments=shlex.join(self.job.arguments), log=self.log.name, code=self.code)
+        return about | dict(ms=self.milliseconds, losses=self.losses, norms=self.norms)
 
 
 def main(argv: list[str]) -> int:
@@ -71,11 +82,13 @@ def main(argv: list[str]) -> int:
         for turn in range(args.rounds)
         for job in (args.job if turn % 2 == 0 else args.job[::-1])
     ]
-    for first in range(0, len(runs), args.at_once):
-        run_batch(runs[first : first + args.at_once], args)
-    print(report(runs, args.job, args.last))
-    figures = [dict(job=r.job.name, log=r.log.name, code=r.code, ms=r.milliseconds, losses=r.losses) for r in runs]
-    (args.out / "times.json").write_text(to_json(dict(machine=describe_machine(), last=args.last, runs=figures)))
+    try:
+        for first in range(0, len(runs), args.at_once):
+            run_batch(runs[first : first + args.at_once], args)
+    finally:
+        print(report(runs, args.job, args.last))
+        found = dict(machine=describe_machine(), ranks=args.ranks, last=args.last, arguments=shlex.join(args.arguments))
+        (args.out / "times.json").write_text(to_json(found | dict(runs=[run.figures() for run in runs])))
     return int(any(run.code != 0 for run in runs))
 
 
@@ -172,20 +185,24 @@ def report(runs: list[Run], jobs: list[Job], last: int) -> str:
     from ep_dispatcher.tools.benchmark.harness import table
 
     titles = ("ms of a step", f"medians of the last {last}", "middle 80 %", "ratio", "losses: first, middle, last")
+    titles += ("gradient norms: first, middle, last",)
     rows, base = [], None
     for job in jobs:
         sound = [run for run in runs if run.job is job and run.code == 0 and run.milliseconds]
         if not sound:
-            rows.append((job.name, "no run ended well", "", "", ""))
+            rows.append((job.name, "no run ended well", "", "", "", ""))
             continue
-        medians = [statistics.median(run.milliseconds[-last:]) for run in sound]
-        every = sorted(ms for run in sound for ms in run.milliseconds[-last:])
-        cut = len(every) // 10
-        base = base or statistics.median(medians)
-        losses = ", ".join(f"{sound[-1].losses[n]:.4f}" for n in (0, len(sound[-1].losses) // 2, -1))
-        spread, ratio = f"{every[cut]:.1f} to {every[-1 - cut]:.1f}", f"{statistics.median(medians) / base:.3f}"
-        rows.append((job.name, ", ".join(f"{ms:.1f}" for ms in medians), spread, ratio, losses))
+        step = StepTime.of([run.milliseconds for run in sound], last)
+        base = base or step.median
+        losses, norms = three_of(sound[-1].losses, 4), three_of(sound[-1].norms, 3)
+        spread, ratio = f"{step.low:.1f} to {step.high:.1f}", f"{step.median / base:.3f}"
+        rows.append((job.name, ", ".join(f"{ms:.1f}" for ms in step.medians), spread, ratio, losses, norms))
     return "\n".join(table(titles, rows))
+
+
+def three_of(values: list[float], digits: int) -> str:
+    """Return the first, the middle and the last value as text, of no values nothing."""
+    return ", ".join(f"{values[n]:.{digits}f}" for n in (0, len(values) // 2, -1)) if values else ""
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ LAUNCHER = "ep_dispatcher.integrations.megatron"
 # What pretrain_gpt.py prints in every --log-interval: "iteration 10/ 1500 | name: number | name: number | ...".
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
 ENTRY = re.compile(r"\s*([^|:]+): +([\d.Ee+-]+|nan|inf) \|")
-MILLISECONDS, LOSS = "elapsed time per iteration (ms)", "lm loss"
+MILLISECONDS, LOSS, NORM = "elapsed time per iteration (ms)", "lm loss", "grad norm"
 
 
 @dataclass
@@ -84,3 +85,24 @@ def read_iterations(log: Path) -> Iterator[dict[str, float]]:
     """
     for number, entries in ITERATION.findall(log.read_text(errors="replace")):
         yield {"iteration": int(number)} | {name: float(value) for name, value in ENTRY.findall(entries)}
+
+
+@dataclass
+class StepTime:
+    """Milliseconds of a job's step, in the last iterations of its runs."""
+
+    medians: list[float]  # of each run
+    low: float  # 10th percentile of all runs together
+    high: float  # 90th percentile
+
+    @classmethod
+    def of(cls, runs: list[list[float]], last: int) -> StepTime:
+        """``runs``: milliseconds of the iterations of each run, at least one."""
+        kept = [run[-last:] for run in runs]
+        every = sorted(milliseconds for run in kept for milliseconds in run)
+        cut = len(every) // 10
+        return cls([statistics.median(run) for run in kept], every[cut], every[-1 - cut])
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.medians)

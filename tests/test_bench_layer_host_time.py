@@ -32,7 +32,7 @@ def test_a_sample_has_the_innermost_owner():
     megatron, ours = ("/x/megatron/core/moe.py", "forward", 2), ("/y/ep_dispatcher/autograd.py", "dispatch", 3)
     plugin, torch = ("/y/ep_dispatcher/integrations/megatron/plugin.py", "f", 4), ("/z/torch/_ops.py", "apply", 5)
     stacks = [[torch, ours, megatron, script], [torch, megatron, script], [plugin, script], [torch, script]]
-    found = layer_host_time.shares(stacks, 40.0)
+    found = layer_host_time.shares([(1.0, stack) for stack in stacks], 40.0)
     assert found["owners"] == {"this dispatcher and its experts": 20.0, "Megatron": 10.0, "others": 10.0}
     assert found["lines"] == {"torch/_ops.py:5 apply": 30.0, "ep_dispatcher/integrations/megatron/plugin.py:4 f": 10.0}
     assert found["functions"]["benchmarks/layer_host_time.py one_pass".split("/")[-1]] == 40.0
