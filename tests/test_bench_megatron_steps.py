@@ -54,6 +54,10 @@ def test_the_table_has_dispatchers_as_columns(tmp_path, command):
     assert (tmp_path / "steps.png").stat().st_size > 10_000
 
 
+def test_the_page_has_the_figures_of_its_results():
+    assert megatron_steps.main(["--check"]) == 0
+
+
 def test_other_figures_are_found(tmp_path, command, capsys):
     (tmp_path / "steps.json").write_text(json.dumps([{"model": ""} | times(JOBS, JOB)]))
     assert megatron_steps.main([*command, "--check"]) == 1
