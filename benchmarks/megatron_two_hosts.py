@@ -8,7 +8,8 @@
 The hosts are namespaces (tests/lib/two_hosts.py: needs root and iproute2), with one rank each, and a GPU each. All jobs
 start together and stay, because a start takes longer than the steps: at each rate every job takes its steps in turn,
 while the others wait before theirs. The first --warmup steps have no limit and are not reported. --train-iters must be
-more than all of them; the jobs are killed at the end. A job is described as for ``megatron_in_turn.py``.
+more than all of them; the jobs are killed at the end. A job is described as for ``megatron_in_turn.py``. One that fails
+is left out from then on, and the exit code is 1.
 
 It prints the median step of each job at each rate, and the losses of all its steps. A step is ``train_step`` of
 Megatron-LM, the optimizer's included, and its time that of the slower rank. Logs, JSON and the chart are in --out.
@@ -51,19 +52,32 @@ def main(argv: list[str]) -> int:
     path = args.out / "times.json"
     with Hosts(2) as hosts:
         runs = [Run(hosts, job, n, args) for n, job in enumerate(args.job)]
-        for run in runs:
-            run.steps(args.warmup, float("inf"))
+        step_all(runs, args.warmup, float("inf"))
         for rate in args.rates:
             set_rate(hosts, rate)
-            report["seconds"][rate] = seconds = {run.job.name: run.steps(args.steps, args.seconds) for run in runs}
+            report["seconds"][rate] = seconds = step_all(runs, args.steps, args.seconds)
             report["losses"] = {run.job.name: run.losses() for run in runs}
             for name, of_job in seconds.items():
                 report["median_ms"][name][rate] = statistics.median(of_job) * 1e3
+            report["median_ms"] = {run.job.name: report["median_ms"][run.job.name] for run in runs}
             path.write_text(to_json(report))
             print(f"{rate}: {json.dumps(seconds)}", flush=True)
     print(json.dumps({name: report[name] for name in ("median_ms", "losses")}))
-    draw_rates(path)
-    return 0
+    if runs:
+        draw_rates(path)
+    return int(len(runs) < len(args.job))
+
+
+def step_all(runs: list[Run], most: int, seconds: float) -> dict[str, list[float]]:
+    """Let each job take steps, and return the seconds of each by job. Remove a job that fails from the list."""
+    found: dict[str, list[float]] = {}
+    for run in [*runs]:
+        try:
+            found[run.job.name] = run.steps(most, seconds)
+        except JobFailed as error:
+            print(error, flush=True)
+            runs.remove(run)
+    return found
 
 
 def parse_args(argv: list[str]):
@@ -89,6 +103,10 @@ def parse_args(argv: list[str]):
     if not args.script.is_file():
         parser.error(f"script is {str(args.script)!r}, but has to be a file that exists")
     return args
+
+
+class JobFailed(Exception):
+    pass
 
 
 class Run:
@@ -138,7 +156,7 @@ class Run:
             ended = [host for host, process in enumerate(self._processes) if process.poll() is not None]
             if ended or time.monotonic() > end:
                 print(*self._log(ended[0] if ended else 1).read_text(errors="replace").splitlines()[-40:], sep="\n")
-                sys.exit(f"{self.job.name}: {'ended' if ended else 'too late'} in step {self._done + 1}")
+                raise JobFailed(f"{self.job.name}: {'ended' if ended else 'too late'} in step {self._done + 1}")
             time.sleep(POLL_S)
 
 

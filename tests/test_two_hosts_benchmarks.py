@@ -36,9 +36,9 @@ training.train(float(sys.argv[2]))
 """
 
 
-def run(*command) -> str:
+def run(*command, code: int = 0) -> str:
     done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -65,8 +65,10 @@ def test_jobs_of_megatron_lm(tmp_path, monkeypatch):
     (tmp_path / "pretrain.py").write_text(SCRIPT)
     monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
     jobs = [word for name in "ab" for word in ("--job", f"{name}: NAME={name} --all {0.01 if name == 'a' else 0.1}")]
+    jobs += ["--job", "fails: NAME=c --some"]
     options = "--rates none 1gbit --steps 3 --warmup 2 --out".split()
-    run("benchmarks/megatron_two_hosts.py", *jobs, *options, tmp_path / "out", tmp_path / "pretrain.py")
+    said = run("benchmarks/megatron_two_hosts.py", *jobs, *options, tmp_path / "out", tmp_path / "pretrain.py", code=1)
+    assert "AssertionError" in said and "fails: ended in step 1" in said
     assert (tmp_path / "events").read_text() == "".join(4 * "a" + 4 * "b" + 2 * (6 * "a" + 6 * "b"))
     found = json.loads((tmp_path / "out/times.json").read_text())
     assert [len(of_job) for of_rate in found["seconds"].values() for of_job in of_rate.values()] == [3] * 4
