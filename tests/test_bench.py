@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from ep_dispatcher.integrations.deep_ep.config import topk_idx_t
 from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark import measurements, suite
 from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, PASSES, STANDARD, Case, suite_cases
+from ep_dispatcher.tools.benchmark.clock import HostClock, Part
 from ep_dispatcher.tools.benchmark.measurements import BASELINES, ENGINE, GRAPH
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.tools.benchmark.wires import WIRES
@@ -25,6 +27,7 @@ from ep_dispatcher.tools.testing import make_hot_routing, make_routing
 RANKS, TOKENS, HIDDEN, EXPERTS, TOPK, ITERS = 4, 48, 64, 8, 3, 3
 ALL_TO_ALL = BASELINES["all_to_all"]
 MEGATRON, DEEP_EP = "ep_dispatcher.tools.benchmark.megatron", "ep_dispatcher.tools.benchmark.deep_ep"
+DECODE = "ep_dispatcher.tools.benchmark.decode"
 CASE = Case(2, engine="cpu", tokens=24, hidden=128, experts=16, topk=4, iters=3, warmup=1)
 MACHINE = {"gpus": [], "cpu": "a CPU"}
 RESULTS = ROOT / "benchmarks" / "results"
@@ -295,6 +298,24 @@ def test_a_module_that_cannot_be_imported_is_a_note(tmp_path):
     run = measure(tmp_path, others=("all_to_all", DEEP_EP))
     assert len(run["notes"]) == 1 and run["notes"][0].startswith(f"not measured: {DEEP_EP}: ModuleNotFoundError: ")
     assert list(run["operations"]["dispatch"]) == [ENGINE, ALL_TO_ALL]
+
+
+def test_the_halves_of_hooks_are_timed_apart(tmp_path):
+    run = measure(tmp_path, others=(DECODE,))
+    halves = [f"decode {name}, {half}" for name in ("dispatch", "combine") for half in ("send", "receive")]
+    assert run["notes"] == [] and {"decode dispatch", "decode combine", *halves} < set(run["operations"])
+    assert all(run["operations"][name][ENGINE]["median_s"] > 0 for name in halves)
+
+
+def time_a_part(rank):
+    done = []
+    work = Part(lambda: done.append("timed"), lambda: done.append(time.sleep(0.2)), lambda: done.append("after"))
+    return HostClock().seconds(work, 2, 1), done
+
+
+def test_a_clock_leaves_out_what_is_around_a_part(pools):
+    ((times, done),) = pools(1).run(time_a_part)
+    assert len(times) == 2 and max(times) < 0.1 and done == [None, "timed", "after"] * 3
 
 
 class FakeClock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,30 @@ def make_clock(engine: str) -> HostClock | DeviceClock:
     return DeviceClock() if engine == "cuda" else HostClock()
 
 
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call that is a part of more work: a clock times it without what it runs before and after."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    after: Callable[[], object] = _nothing
+
+    def __call__(self) -> None:
+        """Do all of the work."""
+        self.before()
+        self.call()
+        self.after()
+
+
+def part_of(call: Callable[[], object]) -> Part:
+    """Return what is timed of a call: all of it, unless it is a part."""
+    return call if isinstance(call, Part) else Part(call)
+
+
 class HostClock:
     """Time on a processor. Other processes disturb it, so the sides take turns, and all suffer alike."""
 
@@ -29,13 +54,15 @@ class HostClock:
 
     def seconds(self, call: Callable[[], object], iters: int, warmup: int) -> list[float]:
         """Return the seconds of ``iters`` calls on this rank, after ``warmup`` calls that are not timed."""
-        times = []
+        times, part = [], part_of(call)
         for iteration in range(-warmup, iters):
+            part.before()
             dist.barrier()
             begin = time.perf_counter()
-            call()
+            part.call()
             if iteration >= 0:
                 times.append(time.perf_counter() - begin)
+            part.after()
         return times
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
@@ -67,16 +94,18 @@ class DeviceClock:
             call()
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        times = []
+        times, part = [], part_of(call)
         gc.disable()  # it takes longer than the head start of the host
         try:
             for _ in range(iters):
+                part.before()
                 self._flushed.zero_()
                 torch.cuda._sleep(HEAD_START_CYCLES)
                 dist.all_reduce(self._meeting)
                 begin.record()
-                call()
+                part.call()
                 end.record()
+                part.after()
                 torch.cuda.synchronize()
                 times.append(begin.elapsed_time(end) / 1e3)
         finally:
