@@ -59,7 +59,7 @@ def test_between_two_hosts(make_hosts, monkeypatch, num_ranks, ranks_per_node, p
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.delenv("EP_DISPATCHER_WIRE", raising=False)
     with nccl_wire.start(num_ranks, ranks_per_node, make_hosts(2)) as pool:
-        case = nccl_wire.Case(num_ranks, ranks_per_node, **nccl_wire.test_nodes.SMALL)
+        case = nccl_wire.Case(num_ranks, ranks_per_node, **nccl_wire.nodes.SMALL)
         nccl_wire.PARTS[part](pool, case)
 
 
