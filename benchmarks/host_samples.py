@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
-OWNERS = {  # by a part of a file's name; the first that fits
+OWNERS = {  # by the package
     "ep_dispatcher": "this dispatcher and its experts",
     "megatron": "Megatron",
     "transformer_engine": "Transformer Engine",
     "deep_ep": "DeepEP or HybridEP",
 }
 OTHERS = "others"
-Place = tuple[str, str, int]  # file, function, line
+Place = tuple[str, str, int]  # file from its package on, function, line
 Sample = tuple[float, list[Place]]  # seconds, and the stack from the innermost function on
 
 
@@ -43,10 +43,16 @@ class Sampler:
     def _note(self, _: int, frame: FrameType | None) -> None:
         now, stack = time.perf_counter(), []
         while frame is not None:
-            stack.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+            stack.append((file_of(frame), frame.f_code.co_name, frame.f_lineno))
             frame = frame.f_back
         self.samples.append((now - self._before, stack))
         self._before = now
+
+
+def file_of(frame: FrameType) -> str:
+    """Return the file of a frame's module, from its package on. Folders around a package may have any names."""
+    module = frame.f_globals.get("__name__", "__main__")
+    return Path(frame.f_code.co_filename).name if module == "__main__" else f"{module.replace('.', '/')}.py"
 
 
 def shares(samples: list[Sample], total: float) -> dict[str, dict[str, float]]:
@@ -55,8 +61,8 @@ def shares(samples: list[Sample], total: float) -> dict[str, dict[str, float]]:
     for seconds, stack in samples:
         owners[next(filter(None, map(owner_of, stack)), OTHERS)] += seconds
         file, function, line = stack[0]
-        lines[f"{short(file)}:{line} {function}"] += seconds
-        for place in {f"{short(file)} {function}" for file, function, _ in stack}:
+        lines[f"{file}:{line} {function}"] += seconds
+        for place in {f"{file} {function}" for file, function, _ in stack}:
             functions[place] += seconds
     unit = total / (sum(seconds for seconds, _ in samples) or 1.0)
     named = dict(owners=owners, functions=functions, lines=lines)
@@ -65,14 +71,4 @@ def shares(samples: list[Sample], total: float) -> dict[str, dict[str, float]]:
 
 def owner_of(place: Place) -> str | None:
     """Return whose function it is, or None for PyTorch, Triton, and the benchmarks."""
-    file = Path(place[0])
-    if file.parent == Path(__file__).parent:
-        return None
-    return next((owner for part, owner in OWNERS.items() if part in file.parts), None)
-
-
-def short(file: str) -> str:
-    """Return a file's name from its package on."""
-    parts = Path(file).parts
-    first = next((parts.index(part) for part in (*OWNERS, "triton", "torch") if part in parts), -1)
-    return "/".join(parts[first:])
+    return OWNERS.get(place[0].partition("/")[0])

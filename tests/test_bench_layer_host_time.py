@@ -7,6 +7,7 @@ from lib.commands import ROOT, torchrun
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+import host_samples
 import layer_host_time
 
 SCRIPT = str(ROOT / "benchmarks" / "layer_host_time.py")
@@ -28,14 +29,21 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch):
 
 
 def test_a_sample_has_the_innermost_owner():
-    script = (str(ROOT / "benchmarks" / "layer_host_time.py"), "one_pass", 1)
-    megatron, ours = ("/x/megatron/core/moe.py", "forward", 2), ("/y/ep_dispatcher/autograd.py", "dispatch", 3)
-    plugin, torch = ("/y/ep_dispatcher/integrations/megatron/plugin.py", "f", 4), ("/z/torch/_ops.py", "apply", 5)
+    script = ("layer_host_time.py", "one_pass", 1)
+    megatron, ours = ("megatron/core/moe.py", "forward", 2), ("ep_dispatcher/autograd.py", "dispatch", 3)
+    plugin, torch = ("ep_dispatcher/integrations/megatron/plugin.py", "f", 4), ("torch/_ops.py", "apply", 5)
     stacks = [[torch, ours, megatron, script], [torch, megatron, script], [plugin, script], [torch, script]]
-    found = layer_host_time.shares([(1.0, stack) for stack in stacks], 40.0)
+    found = host_samples.shares([(1.0, stack) for stack in stacks], 40.0)
     assert found["owners"] == {"this dispatcher and its experts": 20.0, "Megatron": 10.0, "others": 10.0}
     assert found["lines"] == {"torch/_ops.py:5 apply": 30.0, "ep_dispatcher/integrations/megatron/plugin.py:4 f": 10.0}
-    assert found["functions"]["benchmarks/layer_host_time.py one_pass".split("/")[-1]] == 40.0
+    assert found["functions"]["layer_host_time.py one_pass"] == 40.0
+
+
+def test_a_file_begins_with_its_package():
+    """A virtual environment may be in a folder with the name of a package."""
+    names = {"__name__": "torch.nn"}
+    exec(compile("import sys\nframe = sys._getframe()", "/home/megatron/.venv/lib/torch/nn.py", "exec"), names)
+    assert host_samples.file_of(names["frame"]) == "torch/nn.py"
 
 
 def test_float8_needs_experts_that_have_it(capsys):
