@@ -19,6 +19,7 @@ import lzma
 import re
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.text.is_file():
         parser.error(f"text is {str(args.text)!r}, but has to be a file that exists")
-    documents = read_documents(args.text, args.bytes)
+    if args.bytes < 1:
+        parser.error(f"--bytes is {args.bytes}, but has to be at least 1")
+    try:
+        documents = read_documents(args.text, args.bytes)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        parser.error(f"text is {str(args.text)!r}, which cannot be read: {error}")
+    if not documents:
+        parser.error(f"text is {str(args.text)!r}, of which the first {args.bytes} bytes have no text")
     write_data_set(documents, args.prefix)
     print(f"{args.prefix}: {len(documents)} documents, {sum(map(len, documents)) + len(documents)} tokens")
     return 0

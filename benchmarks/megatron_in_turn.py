@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_jobs import LOSS, MILLISECONDS, NORM, Job, StepTime, read_iterations
+from megatron_jobs import LOSS, MILLISECONDS, NORM, Job, StepTime, exit_on_sigterm, read_iterations
 
 # Jobs without ep_dispatcher run this file too, so it is imported in functions only.
 TURN = "--turn"
@@ -83,8 +83,9 @@ def main(argv: list[str]) -> int:
         for job in (args.job if turn % 2 == 0 else args.job[::-1])
     ]
     try:
-        for first in range(0, len(runs), args.at_once):
-            run_batch(runs[first : first + args.at_once], args)
+        with exit_on_sigterm():
+            for first in range(0, len(runs), args.at_once):
+                run_batch(runs[first : first + args.at_once], args)
     finally:
         print(report(runs, args.job, args.last))
         found = dict(machine=describe_machine(), ranks=args.ranks, last=args.last, arguments=shlex.join(args.arguments))
@@ -100,7 +101,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--job", type=Job.parse, action="append", required=True, metavar="'NAME: ...'", help="see above"
     )
     parser.add_argument("--ranks", type=number(int, 1), required=True, help="processes of a job, a GPU each")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a batch of jobs")
+    parser.add_argument("--limit", type=number(float, 1), default=600, help="seconds for a batch of jobs")
     parser.add_argument("--out", type=Path, default=Path("runs/megatron"), help="folder of logs and times.json")
     parser.add_argument("script", type=Path, help="pretrain_gpt.py, or another that calls megatron.training")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, for all jobs")

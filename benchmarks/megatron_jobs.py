@@ -6,9 +6,11 @@ Ranks of jobs without ep_dispatcher import this file too, so it imports nothing 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -76,6 +78,16 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM, which `timeout` sends, into SystemExit, so that ``finally`` ends the jobs: they would run on."""
+    old = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def read_iterations(log: Path) -> Iterator[dict[str, float]]:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_corpus import VOCABULARY
-from megatron_jobs import LOSS, MILLISECONDS, Job, read_iterations
+from megatron_jobs import LOSS, MILLISECONDS, Job, exit_on_sigterm, read_iterations
 from training_curves import draw_curves, report
 
 from ep_dispatcher.tools.benchmark.harness import make_parser, number
@@ -100,16 +100,16 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "training.json"
-    found = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    found |= dict(machine=describe_machine(), ranks=args.ranks, iterations=args.iterations, log_interval=LOG_INTERVAL)
-    found |= dict(tokens_per_step=SEQUENCE * BATCH, arguments=shlex.join(common_arguments(args)))
+    found = read_report(args.out) | shared_settings(args) | dict(machine=describe_machine(), log_interval=LOG_INTERVAL)
+    found["tokens_per_step"] = SEQUENCE * BATCH
     failed = set(args.only)
-    for run in run_jobs(args):
-        runs = found["runs"] | {run.job.name: run.figures()}
-        found["runs"] = {name: runs[name] for name in JOBS if name in runs}
-        path.write_text(to_json(found))
-        if run.process.returncode == 0:
-            failed.remove(run.job.name)
+    with exit_on_sigterm():
+        for run in run_jobs(args):
+            runs = found["runs"] | {run.job.name: run.figures()}
+            found["runs"] = {name: runs[name] for name in JOBS if name in runs}
+            path.write_text(to_json(found))
+            if run.process.returncode == 0:
+                failed.remove(run.job.name)
     if found["runs"]:
         print(*report(found), sep="\n")
         draw_curves(path)
@@ -138,7 +138,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for file in (args.script, Path(f"{args.corpus}.bin"), Path(f"{args.corpus}.idx")):
         if not file.is_file():
             parser.error(f"{str(file)!r} has to be a file that exists")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out is {str(args.out)!r}, but has to be a folder")
+    earlier = read_report(args.out)
+    for name, value in shared_settings(args).items():
+        if earlier.get(name, value) != value:
+            parser.error(f"--out has jobs with {name} {earlier[name]}, but these have {value}: give another folder")
     return args
+
+
+def read_report(out: Path) -> dict[str, Any]:
+    """Return what earlier calls have found."""
+    path = out / "training.json"
+    return json.loads(path.read_text()) if path.exists() else {"runs": {}}
+
+
+def shared_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what all jobs of a report have in common."""
+    return dict(ranks=args.ranks, iterations=args.iterations, arguments=shlex.join(common_arguments(args)))
 
 
 def job_names(text: str) -> list[str]:

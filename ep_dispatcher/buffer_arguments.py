@@ -18,7 +18,7 @@ from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_NCCL_SMS, MAX_NCCL_SMS, check_masks, check_size
 from ep_dispatcher.nvlink import find_nodes
-from ep_dispatcher.topology import host_id, registered_group
+from ep_dispatcher.topology import GroupReference, host_id, registered_group
 from ep_dispatcher.wording import Wording
 
 
@@ -145,7 +145,7 @@ def agree_on_config(
             redundant_experts_per_rank=redundant,
             dtype=arguments.dtype,
             mask_late_ranks=same["mask_late_ranks"],
-            group=group,
+            group_reference=GroupReference(group),
             topology=topology,
             hosts=tuple(hosts),
             why_hosts=why_hosts,

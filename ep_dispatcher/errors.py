@@ -126,7 +126,8 @@ class _FoundError(ValueError):
 class TooFewRowsError(_FoundError):
     """More rows arrive than max_recv_rows, or a rank has more tokens for another node than max_tokens_to_node.
 
-    needed_rows  the most that any rank needs: rows that arrive, or tokens for one other node
+    needed_rows  the most that any rank needs: rows that arrive, or tokens for one other node. With num_parts=2 it is
+                 that of the part in which it was found; the other part may need more
     label        the buffer's when the dispatch was called or captured (``Buffer.label``)
     argument     "max_recv_rows" or "max_tokens_to_node": what is too small
     """

@@ -23,7 +23,7 @@ class BufferSizes:
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group."""
+        """The process group. ValueError after destroy_process_group."""
         return self.config.group
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +61,24 @@ def registered_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
             )
         inner = held[0]
     return inner
+
+
+class GroupReference:
+    """A weak reference to a registered group, which torch.distributed holds until destroy_process_group.
+
+    A group that something else holds keeps its threads after that. If one of them still has a Python object to free
+    when Python ends, the process aborts ("terminate called without an active exception").
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self._reference = weakref.ref(group)
+
+    def group(self) -> ProcessGroup:
+        """Return the group. ValueError after destroy_process_group."""
+        group = self._reference()
+        if group is None:
+            checks.refuse("the process group of this buffer is gone: destroy_process_group() has destroyed it")
+        return group
 
 
 @dataclass(frozen=True)

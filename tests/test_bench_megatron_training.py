@@ -3,13 +3,19 @@
 A script of a few lines plays pretrain_gpt.py.
 """
 
+import gzip
 import json
 import lzma
 import random
 import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import megatron_corpus
+import megatron_in_turn
 import megatron_training
 import pytest
 import training_curves
@@ -109,6 +115,34 @@ def test_failures_are_told(given, capsys):
     assert "alltoall: ended, because it took more than 1 s" in said and "| alltoall (exit code " in said
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("benchmark", [megatron_training, megatron_in_turn], ids=lambda module: module.__name__)
+def test_the_jobs_end_with_a_benchmark_that_is_terminated(given, tmp_path, benchmark):
+    """As by `timeout`: they ran on, and kept their GPUs."""
+    options, script = given
+    if benchmark is megatron_in_turn:
+        options = ["--job=one: --lr 1", "--ranks=2", f"--out={tmp_path / 'out'}"]
+    Path(script).write_text(
+        f"import os, time\nopen({str(tmp_path / 'job')!r}, 'w').write(str(os.getppid()))\ntime.sleep(99)"
+    )
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "training.py").write_text("train = None")
+    more = ["--only=alltoall"] if benchmark is megatron_training else []
+    process = subprocess.Popen([sys.executable, benchmark.__file__, *options, *more, script])
+    wait_for(lambda: (tmp_path / "job").exists() and (tmp_path / "job").read_text())
+    launcher = Path("/proc", (tmp_path / "job").read_text())
+    process.terminate()
+    assert process.wait(60) == 143
+    wait_for(lambda: not launcher.exists())
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_the_last_line_of_an_ended_job_may_be_cut(tmp_path):
     line = " iteration {:8d}/    1500 | elapsed time per iteration (ms): 20.0 | lm loss: 1.5E+00 |\n"
     text = "".join(map(line.format, (1, 10, 110, 120)))
@@ -164,3 +198,38 @@ def test_refused(given, capsys, more, said):
     with pytest.raises(SystemExit):
         megatron_training.main([*options, *more, script])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more,said", [(["--iterations=40"], "iterations 60, but these have 40"), (["--ranks=4"], "ranks 2, but these")]
+)
+def test_jobs_of_other_sizes_are_not_compared(given, capsys, more, said):
+    options, script = given
+    args = megatron_training.parse_args([*options, script])
+    args.out.mkdir()
+    (args.out / "training.json").write_text(json.dumps(megatron_training.shared_settings(args) | dict(runs={})))
+    megatron_training.parse_args([*options, "--only=alltoall", script])
+    with pytest.raises(SystemExit):
+        megatron_training.parse_args([*options, *more, script])
+    assert f"--out has jobs with {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name,content,more,said",
+    [
+        ("none.txt", None, [], "has to be a file that exists"),
+        ("text.txt", b"\n\n\n", [], "of which the first 25000000 bytes have no text"),
+        ("text.txt", b"text", ["--bytes=0"], "--bytes is 0, but has to be at least 1"),
+        ("text.txt", b"text", ["--bytes=-3"], "--bytes is -3, but has to be at least 1"),
+        ("text.gz", b"text", [], "which cannot be read: Not a gzipped file"),
+        ("text.gz", gzip.compress(b"some text", mtime=0)[:-12], [], "which cannot be read: Compressed file ended"),
+        ("text.xz", b"text", [], "which cannot be read: Input format not supported"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused(tmp_path, capsys, name, content, more, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit):
+        megatron_corpus.main([*more, str(tmp_path / name), str(tmp_path / "set")])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "set.bin").exists()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import on_ranks
 from lib.autograd import normal
 from lib.faults import mappings
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
+from ep_dispatcher.integrations import deep_ep
 from ep_dispatcher.tools.testing import device_of, same_bits
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 16, 24, 8, 3, 20
@@ -224,3 +226,23 @@ def test_what_is_compiled_names_its_buffer_and_does_not_keep_it(rank):
     with pytest.raises(ValueError, match=r"^buffer \(id \d+\) is gone or was destroyed"):
         gradients(second, [x])
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False])
+@on_ranks(2)
+def test_a_buffer_does_not_hold_its_group(rank, engine, is_destroyed):
+    """A group that was held kept its threads after destroy_process_group, and one of them could abort the process."""
+    group = dist.new_group()
+    reference = weakref.ref(group)
+    buffer, deep_ep_buffer = make_buffer(engine, group=group), deep_ep.Buffer(group)
+    assert buffer.group is group
+    del group, deep_ep_buffer
+    if is_destroyed:
+        buffer.destroy()
+    dist.destroy_process_group(reference())
+    gc.collect()
+    assert reference() is None
+    assert "Buffer(rank" in str(buffer)
+    with pytest.raises(ValueError, match="^the process group of this buffer is gone"):
+        _ = buffer.group
+    buffer.destroy()

@@ -106,6 +106,14 @@ def test_what_is_wrong_is_refused_before_a_layer_is_built(rank: int):
     with environment(experts="megatron", overlap=True):
         text = error_of(lambda: make_layer(make_config()))
     assert text.startswith("--ep-dispatcher-experts is megatron"), text
+    with environment(node_capacity_factor=1.2):
+        text = error_of(lambda: make_layer(make_config()))
+        assert text.startswith("--ep-dispatcher-node-capacity-factor is 1.2, which has no effect"), text
+        with environment(rank_capacity_factor=2):
+            make_layer(make_config())
+        config = make_config()
+        config.moe_expert_rank_capacity_factor = 2.0
+        make_layer(config)
 
 
 @on_ranks()

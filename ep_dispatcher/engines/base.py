@@ -16,7 +16,7 @@ from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
-from ep_dispatcher.topology import Topology
+from ep_dispatcher.topology import GroupReference, Topology
 from ep_dispatcher.wording import Wording
 
 
@@ -24,7 +24,7 @@ from ep_dispatcher.wording import Wording
 class EngineConfig(Shape):
     """The settings of one buffer, checked. All ranks have the same, except for rank, limits and num_sms."""
 
-    group: ProcessGroup
+    group_reference: GroupReference
     topology: Topology
     hosts: tuple[str, ...]  # of the ranks
     why_hosts: str  # why nodes are hosts although NVLink may reach other hosts; "" if there is nothing to explain
@@ -37,6 +37,11 @@ class EngineConfig(Shape):
     redundant_experts_per_rank: int  # of the num_local_experts of a rank, which are its own and these
     store: Store  # of the group's ranks, under a prefix for this buffer alone
     gather: Gather  # collective, while the engine is made; returns every rank's result, or raises on all ranks
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group of the ranks. ValueError after destroy_process_group."""
+        return self.group_reference.group()
 
     @property
     def num_local_experts(self) -> int:

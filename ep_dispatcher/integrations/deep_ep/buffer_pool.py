@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from ep_dispatcher.integrations.deep_ep.redundant_experts import RedundantExpert
 from ep_dispatcher.integrations.deep_ep.row_conversion import RowFormat
 from ep_dispatcher.integrations.messages import announce
 from ep_dispatcher.memory import default_sms
-from ep_dispatcher.topology import process_group, registered_group
+from ep_dispatcher.topology import GroupReference, process_group, registered_group
 
 _LEFT = ". The other ranks have been told that this rank has left the operation: destroy() this buffer"
 _OUT_OF_STEP = (
@@ -114,7 +115,7 @@ class BufferPool:
     """
 
     def __init__(self, group: ProcessGroup):
-        self.group = group
+        self._group_reference = GroupReference(group)
         self.framework = "deep_ep"  # the framework whose tokens its buffers carry
         self.num_to_destroy = 0  # deep_ep.Buffers with explicitly_destroy whose destroy() has not been called
         self.is_permanent = False  # whether a deep_ep.Buffer without explicitly_destroy is in use
@@ -131,6 +132,11 @@ class BufferPool:
         self._decode_buffers: dict[tuple[BufferKey, int, bool], list[DecodeBuffer]] = {}
         self._masked: set[int] = set()  # ranks masked by hand
         self._why_no_masks: str | None = None  # why buffers have no masks although enable_shrink asks for them
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group of the ranks. ValueError after destroy_process_group."""
+        return self._group_reference.group()
 
     def settings(self, num_worst_tokens: int = 0) -> Settings:
         """Return the settings of this rank. Collective at the first use, and after a change of one of them.
@@ -358,12 +364,12 @@ class BufferPool:
             self._why_no_masks = self._failure = self._settings = None
 
 
-_pools: dict[ProcessGroup, BufferPool] = {}  # of groups that torch.distributed has not destroyed
+_pools: WeakKeyDictionary[ProcessGroup, BufferPool] = WeakKeyDictionary()  # of groups that are not destroyed
 
 
 def pool_of(group: ProcessGroup) -> BufferPool:
     group = registered_group(group)
-    for ended in [known for known in _pools if known not in dist.distributed_c10d._world.pg_map]:
+    for ended in [known for known in list(_pools) if known not in dist.distributed_c10d._world.pg_map]:
         del _pools[ended]
     pool = _pools.get(group)
     if pool is None:
@@ -377,7 +383,7 @@ def destroy_buffers() -> None:
     A later operation of a buffer makes new memory. Handles of earlier dispatches are invalid then.
     """
     with ExitStack() as stack:
-        for pool in _pools.values():
+        for pool in list(_pools.values()):
             stack.callback(pool.destroy)
 
 

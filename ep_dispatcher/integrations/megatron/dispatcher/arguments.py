@@ -157,6 +157,18 @@ def check(config: Any) -> None:
             checks.refuse(f"{given}, which needs experts in grouped GEMMs, but {flag('experts')} is megatron")
         if setting(config, "overlap"):
             checks.refuse(f"{given}, which does not go with {flag('overlap')}: give one of them")
+    _check_node_capacity(config)
+
+
+def _check_node_capacity(config: Any) -> None:
+    """Refuse a node capacity factor without a rank capacity factor: messages would have their exact size anyway."""
+    factor = node_capacity_factor(config)
+    of_ranks = setting(config, "rank_capacity_factor"), getattr(config, "moe_expert_rank_capacity_factor", None)
+    if factor is not None and all(one is None for one in of_ranks):
+        checks.refuse(
+            f"{flag('node_capacity_factor')} is {factor:g}, which has no effect where hosts wait for row counts: give "
+            f"{flag('rank_capacity_factor')} too, or leave it out"
+        )
 
 
 def wrap_parse_known_args(old: Callable[..., Any]) -> Callable[..., Any]:
