@@ -218,8 +218,9 @@ class Buffer(BufferSizes):
         It is for dispatches with max_recv_rows on any rank, whose messages cannot be exact, as their hosts do not know
         the counts. A new value is for later dispatches without a handle, so a captured graph keeps its own. All ranks
         set the same value between the same two operations. If a rank has more tokens for a node, every rank raises an
-        ep.TooFewRowsError with the number that is enough, as for max_recv_rows. Decode layout has no such limit, nor
-        has a dispatch in which every host waits for the counts: its messages are exact.
+        ep.TooFewRowsError with the number that is enough, as for max_recv_rows. A limit of max_tokens_per_rank or more
+        is no limit. Decode layout has none, nor has a dispatch in which every host waits for the counts: its messages
+        are exact. A recompute without ``recompute_contexts`` plans again, with the limit of that moment.
         """
         return self._max_tokens_to_node
 

@@ -267,7 +267,7 @@ def other_routing_error(argument: str, given: Any, planned: Any, where: tuple[in
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout", "a gather of counts")[n],
     "handle": lambda epoch: f"the plan of epoch {epoch}" if epoch > 0 else "None",
-    "max_tokens_to_node": lambda most: str(most or None),
+    "max_tokens_to_node": lambda most: str(most or "no limit"),
     "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,
     "topk_weights": lambda given: "them" if given else "None",
@@ -330,7 +330,7 @@ def too_many_to_node_error(counts: Iterable[tuple[int, int]], label: int = 0) ->
     short = {rank: (most, given) for rank, (most, given) in enumerate(counts) if most > given}
     each = (f"rank {rank} has {most} tokens for another node" for rank, (most, _) in short.items())
     needed, given = max(short.values())
-    text = f"max_tokens_to_node is {given}, which is too small: {'; '.join(each)}. {needed} is enough for this routing"
+    text = f"max_tokens_to_node is {given}, which is too small: {'; '.join(each)}. {needed} is enough for this dispatch"
     return TooFewRowsError(text, needed, label, "max_tokens_to_node")
 
 

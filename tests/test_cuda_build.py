@@ -179,7 +179,7 @@ MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the
         "max_tokens_to_node is 39, which is too small: rank 0 has 40 tokens for another node. 40 is enough",
     ),
     (("differ", ["operation", 1, 1, 0], 0, []), "operation: rank 1 is in a combine, rank 0 is in a dispatch; "),
-    (("differ", ["handle", 2, -6, 0], 1, []), "max_tokens_to_node: rank 2 gave 6, rank 1 gave None; all ranks "),
+    (("differ", ["handle", 2, -6, 0], 1, []), "max_tokens_to_node: rank 2 gave 6, rank 1 gave no limit; all ranks "),
     (("differ", ["handle", 2, -6, 1], 1, []), "handle: rank 2 gave None, rank 1 gave the plan of epoch 1; "),
     (("differ", ["handle", 2, 2, 1], 1, []), "handle: rank 2 gave the plan of epoch 2, rank 1 "),
 ]

@@ -64,7 +64,7 @@ def test_it_is_the_same_on_all_ranks(rank, engine):
         assert buffer.max_tokens_to_node is None
         x = torch.ones(16, case.hidden, dtype=torch.bfloat16, device=device)
         idx = torch.full((16, case.num_topk), -1, device=device)
-        for of_ranks, words in (((3, 4), ("3", "4")), ((None, 4), ("None", "4")), ((100, 4), ("None", "4"))):
+        for of_ranks, words in (((3, 4), ("3", "4")), ((None, 4), ("no limit", "4")), ((100, 4), ("no limit", "4"))):
             buffer.max_tokens_to_node = of_ranks[rank]
             assert buffer.max_tokens_to_node == of_ranks[rank]
             text = f"max_tokens_to_node: rank 1 gave {words[1]}, rank 0 gave {words[0]}; all ranks must give the same"
