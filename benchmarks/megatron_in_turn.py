@@ -135,8 +135,10 @@ def run_batch(runs: list[Run], args: argparse.Namespace) -> None:
     finally:
         for process in started:
             process.terminate()  # torchrun ends its ranks
-        for process in started:
+        for run, process in zip(runs, started):
             process.wait()
+            if run.code == -1:
+                run.read()  # as far as it came
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class Profiled:
         self.step, self.path = step, path
         self.steps = 0
         self.times: list[float] = []
-        self.kernels: list[tuple[str, Interval]] = []  # in microseconds
+        self.traces: list[list[tuple[str, Interval]]] = []  # kernels of each step, in microseconds from its own begin
         self.sampler = Sampler(SAMPLE_US)
 
     def __call__(self, *args, **kwargs):
@@ -118,7 +119,7 @@ class Profiled:
             result = call()
             synchronize()
         on_gpu = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        self.kernels += [(event.name, (event.time_range.start, event.time_range.end)) for event in on_gpu]
+        self.traces.append([(event.name, (event.time_range.start, event.time_range.end)) for event in on_gpu])
         return result
 
     def sampled(self, call) -> Any:
@@ -133,9 +134,9 @@ class Profiled:
         milliseconds = 1e3 * statistics.median(self.times)
         host = shares(self.sampler.samples, milliseconds)
         kinds: Counter[str] = Counter()
-        for name, (begin, end) in self.kernels:
+        for name, (begin, end) in chain.from_iterable(self.traces):
             kinds[kind_of(name)] += (end - begin) / 1e3 / TRACED
-        busy = busy_time(interval for _, interval in self.kernels) / 1e3 / TRACED
+        busy = sum(busy_time(interval for _, interval in kernels) for kernels in self.traces) / 1e3 / TRACED
         return dict(step=milliseconds, busy=busy, kernels=dict(kinds.most_common())) | host
 
 

@@ -61,6 +61,15 @@ def test_kernels_that_overlap_are_busy_once():
     assert megatron_step_profile.busy_time([(5, 9), (0, 4), (1, 2), (8, 10)]) == 9
 
 
+def test_the_steps_of_a_trace_are_busy_one_after_the_other(tmp_path):
+    """PyTorch counts the times of each trace from its own begin. Together they looked like one step."""
+    one = megatron_step_profile.Profiled(None, tmp_path / "out.json")
+    one.times = [0.01]
+    one.traces = [[("gemm", (0.0, 2000.0)), ("adam", (1000.0, 3000.0))]] * megatron_step_profile.TRACED
+    found = one.figures()
+    assert found["busy"] == pytest.approx(3.0) and found["kernels"] == pytest.approx({"GEMMs": 2.0, "optimizer": 2.0})
+
+
 @pytest.mark.parametrize(
     "kernel,kind",
     [

@@ -3,9 +3,11 @@
 A package of a few lines plays megatron.training. Its steps write down when they ran.
 """
 
+import argparse
 import importlib
 import json
 import os
+import subprocess
 
 import pytest
 from lib.commands import ROOT
@@ -108,6 +110,18 @@ def test_a_job_that_fails_does_not_hold_up_the_others(script, capsys):
     assert code == 1 and events[-1].startswith("b") and events[-1].endswith("ends")
     said = capsys.readouterr().out
     assert "| fails | no run ended well |  |  |  |  |" in said and "| b | 53.0 | 52.0 to 54.0 | 1.000 |" in said
+
+
+def test_a_run_that_the_limit_ends_has_figures(tmp_path, monkeypatch):
+    """The docstring promised what jobs had reached, but their logs were not read."""
+    log = tmp_path / "a.1.log"
+    log.write_text("iteration 1/ 4 | elapsed time per iteration (ms): 7.0 | lm loss: 9.0 | grad norm: 2.5 |\n")
+    monkeypatch.setattr(in_turn, "start", lambda *_: subprocess.Popen(["sleep", "60"]))
+    one = in_turn.Run(in_turn.Job.parse("a:"), log)
+    with pytest.raises(TimeoutError, match="^--limit: "):
+        in_turn.run_batch([one], argparse.Namespace(out=tmp_path, limit=0.1))
+    assert (one.code, one.milliseconds, one.losses, one.norms) == (-1, [7.0], [9.0], [2.5])
+    assert os.listdir(tmp_path) == ["a.1.log"]
 
 
 def test_what_is_a_job_of_ep_dispatcher():
