@@ -683,7 +683,7 @@ class Buffer(BufferSizes):
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
         with self.wording:
             engine.unmask(
-                partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history)
+                partial(Gather, config.members, config.timeout_s, operation="unmask", history=self._unmask_history)
             )
 
     def _masking_engine(self) -> Engine:
@@ -701,7 +701,7 @@ class Buffer(BufferSizes):
             checks.refuse(
                 f"the process group of this buffer is gone: call {operation}() before destroy_process_group()"
             )
-        meet = partial(Gather, config.group, config.timeout_s, operation=operation, history=self._suspend_history)
+        meet = partial(Gather, config.members, config.timeout_s, operation=operation, history=self._suspend_history)
         with self.wording:
             if operation == "suspend":
                 engine.suspend(meet)

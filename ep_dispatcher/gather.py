@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -83,19 +83,35 @@ def count_attempt(group: ProcessGroup) -> None:
     _history_of(group).attempts += 1
 
 
+class Members(NamedTuple):
+    """The rank of this process in a group, and the size of that group, which may have been destroyed meanwhile."""
+
+    rank: int
+    size: int
+
+
 class Gather:
     """One round: the steps in which the ranks of ``group`` make one buffer, each with the limit ``limit_s``.
 
-    Or, with the ``history`` of a buffer, the steps of an ``operation`` on it. Errors name the operation.
+    Or, with the ``history`` of a buffer, the steps of an ``operation`` on it by its members. Errors name the operation.
     """
 
     def __init__(
-        self, group: ProcessGroup, limit_s: float, *, operation: str = "buffer", history: History | None = None
+        self,
+        group: ProcessGroup | Members,
+        limit_s: float,
+        *,
+        operation: str = "buffer",
+        history: History | None = None,
     ):
-        self._rank, self._size, self._limit_s = group.rank(), group.size(), limit_s
+        self._rank, self._size = group if isinstance(group, Members) else (group.rank(), group.size())
+        self._limit_s = limit_s
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._operation = operation
-        self._history = _history_of(group) if history is None else history
+        if history is None:
+            assert not isinstance(group, Members), "only a group has a history of its own"
+            history = _history_of(group)
+        self._history = history
         self._history.attempts += 1
         self._store: Store | None = None  # from the first step on, and then the round
         self._round = 0

@@ -77,7 +77,10 @@ class GroupReference:
         """Return the group. ValueError after destroy_process_group."""
         group = self._reference()
         if group is None:
-            checks.refuse("the process group of this buffer is gone: destroy_process_group() has destroyed it")
+            checks.refuse(
+                "the process group of this buffer is gone: destroy_process_group() has destroyed it; make a new buffer "
+                "on another group"
+            )
         return group
 
 

@@ -255,6 +255,19 @@ def test_two_buffers_take_turns(rank, engine):
 
 
 @on_ranks(2)
+def test_its_group_may_be_destroyed(rank: int, engine: str) -> None:
+    """The ranks of a buffer know each other without it, as long as torch.distributed has a default group."""
+    group = dist.new_group()
+    with make(engine, group=group) as buffer:
+        round_trip(buffer)
+        buffer.suspend()
+        dist.destroy_process_group(group)
+        del group
+        buffer.resume()
+        round_trip(buffer)
+
+
+@on_ranks(2)
 def test_handles_and_backwards_from_before(rank: int, engine: str) -> None:
     """Plans and autograd graphs made before stay good."""
     with make(engine) as buffer:

@@ -29,7 +29,7 @@ def gather_for_slots(config: EngineConfig, device: torch.device, number: int) ->
             "the memory of expert slots cannot be allocated while a CUDA graph is captured: run one warm-up pass first"
         )
     history = History(f"ep_dispatcher/slots/{config.buffer_id}/{number}")
-    meet = partial(Gather, config.group, config.timeout_s, operation="expert slots", history=history)
+    meet = partial(Gather, config.members, config.timeout_s, operation="expert slots", history=history)
     with config.wording, meet() as gather:
         yield gather
 

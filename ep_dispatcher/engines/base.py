@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, Store
 
 from ep_dispatcher import checks
 from ep_dispatcher.engines.health import Health
-from ep_dispatcher.gather import Gather
+from ep_dispatcher.gather import Gather, Members
 from ep_dispatcher.handle import Event
 from ep_dispatcher.memory import Shape
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
@@ -42,6 +42,10 @@ class EngineConfig(Shape):
     def group(self) -> ProcessGroup:
         """The group of the ranks. ValueError after destroy_process_group."""
         return self.group_reference.group()
+
+    @property
+    def members(self) -> Members:
+        return Members(self.topology.rank, self.num_ranks)
 
     @property
     def num_local_experts(self) -> int:
