@@ -106,10 +106,15 @@ def test_what_is_wrong_is_refused_before_a_layer_is_built(rank: int):
     with environment(experts="megatron", overlap=True):
         text = error_of(lambda: make_layer(make_config()))
     assert text.startswith("--ep-dispatcher-experts is megatron"), text
+    for name, value in dict(rank_capacity_factor=2.0, redundant_experts_per_rank=1).items():
+        with environment(experts="megatron", **{name: value}):
+            text = error_of(lambda: make_layer(make_config()))
+        given = f"{arguments.flag(name)} is {value:g}, which needs experts in grouped GEMMs"
+        assert text.startswith(f"{given}, but --ep-dispatcher-experts is megatron"), text
     with environment(node_capacity_factor=1.2):
         text = error_of(lambda: make_layer(make_config()))
         assert text.startswith("--ep-dispatcher-node-capacity-factor is 1.2, which has no effect"), text
-        with environment(rank_capacity_factor=2):
+        with environment(rank_capacity_factor=2, experts="auto"):
             make_layer(make_config())
         config = make_config()
         config.moe_expert_rank_capacity_factor = 2.0

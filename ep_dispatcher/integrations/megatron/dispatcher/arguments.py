@@ -151,13 +151,24 @@ def check(config: Any) -> None:
                 ARGUMENTS[name.removeprefix(PREFIX)].check(f"config.{name}", value)
     if setting(config, "overlap") and experts_mode(config) == "megatron":
         checks.fail(flag("experts"), "megatron", f"auto or grouped with {flag('overlap')}")
-    if redundant_experts_per_rank(config):
+    if experts_mode(config) == "megatron":
+        _refuse_what_needs_grouped_experts(config)
+    if redundant_experts_per_rank(config) and setting(config, "overlap"):
         given = f"{flag('redundant_experts_per_rank')} is {redundant_experts_per_rank(config)}"
-        if experts_mode(config) == "megatron":
-            checks.refuse(f"{given}, which needs experts in grouped GEMMs, but {flag('experts')} is megatron")
-        if setting(config, "overlap"):
-            checks.refuse(f"{given}, which does not go with {flag('overlap')}: give one of them")
+        checks.refuse(f"{given}, which does not go with {flag('overlap')}: give one of them")
     _check_node_capacity(config)
+
+
+def _refuse_what_needs_grouped_experts(config: Any) -> None:
+    """Refuse settings that would have no effect, or cannot have theirs, with Megatron's experts."""
+    given = {"redundant_experts_per_rank": redundant_experts_per_rank(config) or None}
+    if registration.chooses_ep_dispatcher(config):  # a layer with another dispatcher beside ours may ignore it
+        given["rank_capacity_factor"] = setting(config, "rank_capacity_factor")
+    for name, value in given.items():
+        if value is not None:
+            checks.refuse(
+                f"{flag(name)} is {value:g}, which needs experts in grouped GEMMs, but {flag('experts')} is megatron"
+            )
 
 
 def _check_node_capacity(config: Any) -> None:
