@@ -69,13 +69,14 @@ def main(argv: list[str]) -> int:
 
 
 def step_all(runs: list[Run], most: int, seconds: float) -> dict[str, list[float]]:
-    """Let each job take steps, and return the seconds of each by job. Remove a job that fails from the list."""
+    """Let each job take steps, and return the seconds of each by job. End a job that fails, and remove it."""
     found: dict[str, list[float]] = {}
     for run in [*runs]:
         try:
             found[run.job.name] = run.steps(most, seconds)
         except JobFailed as error:
             print(error, flush=True)
+            run.end()
             runs.remove(run)
     return found
 
@@ -135,6 +136,13 @@ class Run:
 
     def _log(self, host: int) -> Path:
         return self._folder / f"host{host}.log"
+
+    def end(self) -> None:
+        """Kill its processes: where one host's has ended, the other's keeps its GPU."""
+        from lib.two_hosts import kill_tree
+
+        for process in self._processes:
+            kill_tree(process.pid)
 
     def losses(self) -> list[float]:
         """Megatron-LM's last rank prints them."""

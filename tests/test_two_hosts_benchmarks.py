@@ -28,10 +28,14 @@ def train(seconds):
             print(f"iteration {n}/ 9 | elapsed time per iteration (ms): 1.0 | lm loss: {10 - n}.0 |")
 """
 SCRIPT = """
-import sys
+import os, sys, time
+from pathlib import Path
 from megatron.training import training
 
-assert sys.argv[1] == "--all"
+while sys.argv[1] == "--some":
+    assert os.environ["RANK"] == "0"
+    Path(os.environ["EVENTS"]).with_name("alive").touch()
+    time.sleep(0.1)
 training.train(float(sys.argv[2]))
 """
 
@@ -69,6 +73,8 @@ def test_jobs_of_megatron_lm(tmp_path, monkeypatch):
     options = "--rates none 1gbit --steps 3 --warmup 2 --out".split()
     said = run("benchmarks/megatron_two_hosts.py", *jobs, *options, tmp_path / "out", tmp_path / "pretrain.py", code=1)
     assert "AssertionError" in said and "fails: ended in step 1" in said
+    ended, last_step = ((tmp_path / name).stat().st_mtime for name in ("alive", "events"))
+    assert ended + 1 < last_step, "the rank that had not failed was ended too"
     assert (tmp_path / "events").read_text() == "".join(4 * "a" + 4 * "b" + 2 * (6 * "a" + 6 * "b"))
     found = json.loads((tmp_path / "out/times.json").read_text())
     assert [len(of_job) for of_rate in found["seconds"].values() for of_job in of_rate.values()] == [3] * 4

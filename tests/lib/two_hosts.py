@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,6 +107,17 @@ def child_of(pid: int) -> int:
             raise RuntimeError(f"process {pid} has no child")
         time.sleep(0.005)
     return int(children[0])
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that it has started, also on a host, where a signal to nsenter does not arrive."""
+    children: list[str] = []
+    with suppress(OSError):  # it may have ended, or a thread of it
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += path.read_text().split()
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_tree(int(child))
 
 
 class Hosts(AbstractContextManager):
