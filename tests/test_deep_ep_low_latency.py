@@ -292,7 +292,7 @@ def test_a_query_of_masks_receives_nothing(rank: int, case: Case):
 def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
     """On a GPU the hook of what it has sent raises then, each time."""
     late = PeerTimeoutError("dispatch", 1, "rows", rank=1, late_ranks=[1], waited_s=1.0)
-    pool, engine_buffer = BufferPool(None), mock.Mock()
+    pool, engine_buffer = BufferPool(mock.Mock()), mock.Mock()
     hooked = DecodeBuffer(engine_buffer, has_masks=True)
     pool._decode_buffers[None] = [hooked]
     receive = hooked.hook(mock.Mock(hook=mock.Mock(side_effect=late)))

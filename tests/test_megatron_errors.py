@@ -116,7 +116,7 @@ def test_other_errors_stay_as_they_are(rank: int):
         assert rank_capacity.explained(error, capacities) is error
     ended = copy_error(checks.too_few_rows_error([(5, 4), (7, 4)]), ". It ends")
     assert str(rank_capacity.explained(ended, capacities)).endswith(
-        "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
+        "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this dispatch"
     )
     padded = checks.too_few_rows_error([(35, 4)])
     assert "factor 8 is enough" in str(rank_capacity.explained(padded, capacities)), "never more than the ranks"

@@ -189,7 +189,7 @@ def test_warm_ups_send_nothing(rank: int):
         cuda_graphs._set_warmup_end()  # 0.16.1 forgets to take it back
         assert not graphs.is_warm_up()
         text = error_of(lambda: layer(alike))
-        (enough,) = re.findall(FACTOR + r" ([\d.]+) is enough for this routing$", text)
+        (enough,) = re.findall(FACTOR + r" ([\d.]+) is enough for this dispatch$", text)
         assert text.startswith("max_recv_rows is too small: rank 0 needs 96 rows, but has 48") and enough == "2"
     with environment(rank_capacity_factor=float(enough)), switched_on():
         layer(alike)

@@ -53,7 +53,7 @@ def test_both_capacities_may_grow_at_once(rank: int):
         facts = skipped_step._facts_of([of.model])
         with pytest.raises(TooFewRowsError) as caught:
             skipped_step._conclude(overflows, [of.model], facts, trains=False)
-        assert str(caught.value).endswith(f"{FACTOR} 2.5 and {NODE_FACTOR} 1.8 is enough for this routing")
+        assert str(caught.value).endswith(f"{FACTOR} 2.5 and {NODE_FACTOR} 1.8 is enough for these dispatches")
         skipped_step._conclude(overflows, [of.model], facts, trains=True)
         state = rank_capacity.state()
         assert (state.grown_factor, state.grown_node_factor, state.num_skipped) == (2.75, 1.98, 1)

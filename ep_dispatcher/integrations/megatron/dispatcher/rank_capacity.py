@@ -99,7 +99,7 @@ def explained(error: ValueError, capacities: Capacities) -> ValueError:
         return error
     flag = NODE_FACTOR_FLAG if error.argument == OF_NODE else FACTOR_FLAG
     enough = math.ceil(round(100 * capacities.factor_for(error), 6)) / 100
-    return copy_error(error, f". {flag} {enough:g} is enough for this routing")
+    return copy_error(error, f". {flag} {enough:g} is enough for this dispatch")
 
 
 @dataclass(frozen=True, order=True)

@@ -209,7 +209,7 @@ def _conclude(own: Sequence[Overflow], models: Sequence[Module], facts: ModelFac
     too_many = "; ".join(one.too_many for one in excesses)
 
     def error(reason: str) -> TooFewRowsError:
-        enough = " and ".join(one.enough for one in excesses) + " is enough for this routing"
+        enough = " and ".join(one.enough for one in excesses) + " is enough for these dispatches"
         worst = overflows[0]
         return TooFewRowsError(f"{too_many}, and {reason}. {enough}", worst.rows, worst.layer, worst.argument)
 
