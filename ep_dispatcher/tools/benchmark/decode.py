@@ -14,25 +14,12 @@ from typing import Any
 
 import torch
 
-import ep_dispatcher as ep
 from ep_dispatcher.tools.benchmark.clock import Part
-from ep_dispatcher.tools.benchmark.measurements import ENGINE, TIMEOUT_S, Calls, Measurement
+from ep_dispatcher.tools.benchmark.measurements import ENGINE, Calls, Measurement
 
 
 def measure(measurement: Measurement) -> None:
-    case = measurement.case
-    with ep.Buffer(
-        measurement.group,
-        hidden=case.hidden,
-        num_experts=case.experts,
-        num_topk=case.topk,
-        max_tokens_per_rank=case.tokens,
-        dtype=getattr(torch, case.dtype),
-        engine=case.engine,
-        ranks_per_node=case.ranks_per_node or case.ranks,
-        timeout_s=TIMEOUT_S,
-        num_sms=case.sms,
-    ) as buffer:
+    with measurement.make_buffer() as buffer:
         x, topk_idx, topk_weights = measurement.inputs
         dispatch = partial(buffer.dispatch, x, topk_idx, layout="decode")
         received = dispatch()

@@ -47,6 +47,22 @@ class Measurement:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
+    def make_buffer(self) -> ep.Buffer:
+        """Make a buffer with the sizes of the case. Collective."""
+        case = self.case
+        return ep.Buffer(
+            self.group,
+            hidden=case.hidden,
+            num_experts=case.experts,
+            num_topk=case.topk,
+            max_tokens_per_rank=case.tokens,
+            dtype=getattr(torch, case.dtype),
+            engine=case.engine,
+            ranks_per_node=case.ranks_per_node or case.ranks,
+            timeout_s=TIMEOUT_S,
+            num_sms=case.sms,
+        )
+
     def attempt(self, what: str, call: Callable) -> Any:
         return attempt(what, self.found["notes"], call)
 
@@ -88,18 +104,7 @@ def measurements_of(case: Case) -> list[tuple]:
 def measure_engine(rank: int, case: Case) -> dict | None:
     """Time the engine and the all-to-all that it replaces, compare their results, and count their bytes."""
     measurement = Measurement(case)
-    buffer = ep.Buffer(
-        measurement.group,
-        hidden=case.hidden,
-        num_experts=case.experts,
-        num_topk=case.topk,
-        max_tokens_per_rank=case.tokens,
-        dtype=getattr(torch, case.dtype),
-        engine=case.engine,
-        ranks_per_node=case.ranks_per_node or case.ranks,
-        timeout_s=TIMEOUT_S,
-        num_sms=case.sms,
-    )
+    buffer = measurement.make_buffer()
     try:
         measurement.attempt(ENGINE, lambda: _measure_engine(measurement, buffer))
     finally:
