@@ -1,5 +1,8 @@
 """What only GPUs have: graphs, streams, multiprocessors, errors that come later."""
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from lib.errors import assert_refused
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines, recompute
+from ep_dispatcher.engines import suspension
 from ep_dispatcher.errors import OtherRoutingError
 from ep_dispatcher.tools.testing import device_of, make_routing
 
@@ -157,6 +161,51 @@ def replay_after_suspend(rank: int, ranks_per_node: int) -> None:
             expected = [t.clone() for t in step(buffer, *fresh)]
             graph.replay()
             assert all(map(torch.equal, captured, expected)) and (spoilt == turn).all()
+        buffer.check()
+
+
+@pytest.mark.parametrize("max_tokens,stream", [(TOKENS, "current"), (TOKENS, "other"), (4096, "other")])
+def test_suspend_ends_a_replay_that_one_rank_began_alone(pools, max_tokens, stream):
+    """After resume() no word of that replay passes for one of the next operation.
+
+    Such words had the epoch of the next operation. So rank 1 took the Call and the choices of rank 0's replay (with
+    direct plans, thus few tokens), or the Call alone, before rank 0 began, and received wrong rows. In the current
+    stream suspend() waited behind the replay, until that found rank 1 late.
+    """
+    pytest.importorskip("cuda.bindings", reason="no cuda-bindings")
+    pools(2).run(catch_a_replay, max_tokens, stream)
+
+
+def catch_a_replay(rank: int, max_tokens: int, stream: str) -> None:
+    with make_buffer(max_tokens_per_rank=max_tokens, suspendable=True) as buffer:
+        assert buffer.live_engine()._c_config.plans_directly == (max_tokens == TOKENS)
+        given = inputs(rank, 0)
+        graph, captured = capture(buffer, *given)
+        replayed_in = torch.cuda.current_stream() if stream == "current" else torch.cuda.Stream()
+        own = suspension.change
+
+        def change(name, meet, health, first, *then) -> None:
+            def settle_and_replay() -> None:
+                first()
+                with torch.cuda.stream(replayed_in):
+                    graph.replay()  # as another thread may
+                time.sleep(0.2)  # it has begun, and waits for rank 1
+
+            own(name, meet, health, settle_and_replay, *then)
+
+        for turn in range(1, 4):
+            fresh = inputs(rank, turn)
+            expected = [t.clone() for t in step(buffer, *fresh)]
+            with mock.patch.object(suspension, "change", change if rank == 0 else own):
+                begin = time.monotonic()
+                buffer.suspend()
+                assert time.monotonic() - begin < 10
+            buffer.resume()
+            if rank == 0:
+                time.sleep(0.3)  # rank 1 begins alone, and would find words of the replay
+            assert all(map(torch.equal, step(buffer, *fresh), expected))
+            replay(graph, given, fresh)
+            assert all(map(torch.equal, captured, expected))
         buffer.check()
 
 

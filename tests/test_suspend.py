@@ -3,19 +3,25 @@
 import ctypes
 import time
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive, on_ranks
+from lib.cuda_build import needs_module
 from lib.errors import assert_refused, error_of
-from lib.faults import mappings, tell, wait_for
+from lib.faults import LONG_S, mappings, tell, wait_for
 from lib.round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines import suspension
+from ep_dispatcher.engines.health import Health
+from ep_dispatcher.gather import Gather, History, Members
 from ep_dispatcher.tools.testing import same_bits
+from ep_dispatcher.topology import Topology
 
 CYCLES, TOKENS = 100, 2**15  # so many tokens that the memory counts beside pages of 2 MiB: 7 MB a rank and more
 PAGE = 4096
@@ -286,3 +292,64 @@ def test_handles_and_backwards_from_before(rank: int, engine: str) -> None:
         assert_received(again, expected(buffer)[0])
         y = outputs(rank, again.x.shape[0], device=device(buffer))
         assert same_bits(buffer.combine(y, handle).x.cpu(), expected(buffer)[1])
+
+
+class Replayed:
+    """A rank of the CUDA engine without a GPU, as suspend() leaves it after a replay that it has ended half-way."""
+
+    COUNTED, STALE = 41, 1  # bytes in counters; what is in all other bytes
+
+    def __init__(self, rank: int, epoch: int):
+        from ep_dispatcher import _C_cuda
+        from ep_dispatcher.engines.cuda.engine import CudaEngine
+        from ep_dispatcher.engines.cuda.regions import SuspendableRegions
+        from ep_dispatcher.memory import Shape
+
+        sizes = dict(num_nodes=1, ranks_per_node=2, num_experts=4, num_topk=2, max_tokens_per_rank=8, hidden=64)
+        c = Shape(**sizes, dtype=torch.bfloat16).cuda_config(_C_cuda.Config())
+        self.flag_bytes = _C_cuda.flag_bytes(c)
+        at = _C_cuda.state_offsets(c)
+        self.counters = slice(at["bytes_read"], at["masked"])
+        self.aborted = slice(_C_cuda.state_aborted_offset, _C_cuda.state_aborted_offset + 4)
+        self.state = torch.full((_C_cuda.state_bytes(c, 4),), self.STALE, dtype=torch.uint8)
+        self.state[_C_cuda.epoch_offset : _C_cuda.epoch_offset + 8].view(torch.int64).fill_(epoch)
+        self.state[self.counters] = self.COUNTED
+        self.memory = torch.full((self.flag_bytes + 64,), self.STALE, dtype=torch.uint8)
+        self.memory_is_mapped = False
+        engine = self.engine = object.__new__(CudaEngine)
+        engine._compiled, engine._c_config, engine._state = _C_cuda, c, self.state
+        engine._topology = Topology.make(rank, ["one", "one"], 2)
+        engine._device, engine.config = torch.device("cpu"), SimpleNamespace(timeout_s=LONG_S)
+        engine.health = Health(lambda: None, LONG_S)
+        engine.health.suspended = True
+        regions = engine._regions = object.__new__(SuspendableRegions)
+        regions.memory, regions.take, regions.attach_again = self.memory, lambda: None, self.attach
+
+    def attach(self) -> None:
+        """All ranks have come so far, and no kernel may run before."""
+        assert self.state[self.aborted].any() and not self.memory[: self.flag_bytes].any()
+        dist.barrier()
+        self.memory_is_mapped = True
+
+
+@needs_module
+@on_ranks(2)
+def test_ranks_begin_again_together_after_a_replay_that_one_of_them_began(rank):
+    """suspend() may end a replay in which one rank has completed an operation, or has sent words of the next one.
+
+    After resume() a word of the last epoch of one rank passed for one of the next epoch: see
+    test_cuda_engine.test_suspend_ends_a_replay_that_one_rank_began_alone.
+    """
+    from ep_dispatcher.engines.cuda import engine as cuda
+
+    with mock.patch.object(cuda, "wait_for_device", lambda device, limit_s: None):
+        made = Replayed(rank, epoch=7 + rank)
+        dist.barrier()
+        members, history = Members(rank, 2), History("test/replayed")
+        made.engine.resume(partial(Gather, members, LONG_S, operation="resume", history=history))
+    assert made.memory_is_mapped and not made.engine.health.suspended
+    assert made.engine._read_state(made.state)[0] == 8, "the last one of all ranks"
+    assert (made.state[made.counters] == made.COUNTED).all(), "counters() goes on"
+    made.state[made.counters] = 0
+    made.state[:8] = 0  # the epoch
+    assert not made.state.any() and not made.memory[: made.flag_bytes].any()

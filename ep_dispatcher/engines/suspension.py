@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.errors import PeerTimeoutError
@@ -17,8 +18,8 @@ def change(
     name: str,
     meet: Callable[[], Gather],
     health: Health,
-    first: Callable[[], None],
-    then: Callable[[], None],
+    first: Callable[[], Any],
+    then: Callable[[list[Any]], None],
     undo: Callable[[], None] = lambda: None,
 ) -> None:
     """Suspend or resume, in an exchange between the ranks that ``meet`` opens.
@@ -26,29 +27,30 @@ def change(
         "suspend": first() completes the operations under way and raises their errors; then() gives memory back
         "resume":  first() allocates memory; then() maps that of the other ranks
 
-    If ``first`` fails on any rank, all ``undo`` it and raise the same error, and the buffer stays as it was. A failure
-    of ``then``, a late rank or an interrupt ends the buffer's use. After a suspend no rank has the memory any more.
+    ``then`` gets what ``first`` has returned on all ranks, which is something that JSON has. If ``first`` fails on any
+    rank, all ``undo`` it and raise the same error, and the buffer stays as it was. A failure of ``then``, a late rank
+    or an interrupt ends the buffer's use. After a suspend no rank has the memory any more.
     """
     suspended, (phase, next_phase) = name == "resume", _PHASES[name]
     own: list[Exception] = []  # errors of this rank
 
-    def attempt() -> tuple[bool, str] | None:
+    def attempt() -> tuple[Any, tuple[bool, str] | None]:
+        """Return the result, and the failure if there is one: whether it is a ValueError, and its text."""
         try:
-            first()
+            return first(), None
         except (ValueError, RuntimeError) as error:  # all ranks raise it
             own.append(error)
-            return isinstance(error, ValueError), str(error)
-        return None
+            return None, (isinstance(error, ValueError), str(error))
 
     with health.operation(name, suspended=suspended), meet() as gather:
         try:
             gather("call", lambda: None)  # from here on an interrupt ends the waits of the other ranks
-            failures = gather(phase, attempt, waits_for_peers=True)
-            failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+            attempts = gather(phase, attempt, waits_for_peers=True)
+            failed = [(rank, failure) for rank, (_, failure) in enumerate(attempts) if failure is not None]
             if failed:
                 undo()
             else:
-                gather(next_phase, then, waits_for_peers=True)
+                gather(next_phase, partial(then, [result for result, _ in attempts]), waits_for_peers=True)
                 health.suspended = not suspended
         except PeerTimeoutError as late:
             kind, args, _ = late.__reduce__()
@@ -58,6 +60,6 @@ def change(
             raise own[0]
     if failed:
         rank, (is_mistake, text) = failed[0]
-        everywhere = len(failed) == len(failures) and all(failure == failed[0][1] for _, failure in failed)
+        everywhere = len(failed) == len(attempts) and all(failure == failed[0][1] for _, failure in failed)
         text = f"{name}: {text}" + ("" if everywhere else f" (on rank {rank})") + _ADVICE[name]
         raise ValueError(text) if is_mistake else RuntimeError(text)

@@ -347,11 +347,15 @@ class CpuEngine(Engine):
         self._masks.unmask(meet, settle=lambda: self._c.epoch, reset=reset)
 
     def suspend(self, meet: Callable[[], Gather]) -> None:
-        suspension.change("suspend", meet, self.health, lambda: None, self._c.give_back)
+        suspension.change("suspend", meet, self.health, lambda: None, lambda _: self._c.give_back())
 
     def resume(self, meet: Callable[[], Gather]) -> None:
-        """Resume. The system allocates memory page by page when it is used."""
-        suspension.change("resume", meet, self.health, lambda: None, lambda: None)
+        """Resume. The system allocates memory page by page when it is used.
+
+        Every rank has the same epoch: it counts one only in an operation, which all ranks complete, or which ends the
+        buffer.
+        """
+        suspension.change("resume", meet, self.health, lambda: None, lambda _: None)
 
     def destroy(self) -> None:
         self.health.stop(self._connections.interrupt, self._connections.free)

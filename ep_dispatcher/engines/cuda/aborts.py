@@ -33,6 +33,11 @@ class Aborts:
         self._late = torch.zeros(num_words, dtype=torch.int64, device="cpu", pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # copies here need not wait for the kernels under way
 
+    def end_kernels(self) -> None:
+        """Let this rank's kernels end soon, and those launched later at once. Tell no peer."""
+        with torch.cuda.device(self._stream.device):
+            self._copy(self._own_flag, self._one.data_ptr(), 4, self._stream.cuda_stream)
+
     def free(self) -> None:
         """Let go of the memory, once nothing runs any more."""
         self._own_flag, self._flags, self.named = 0, [], tuple

@@ -312,8 +312,6 @@ class CudaEngine(CudaOperations):
         return self._state[offset : offset + 4 * self._topology.num_ranks].view(torch.int32)
 
     def unmask(self, meet: Callable[[], Gather]) -> None:
-        compiled, state = self._compiled, self._state
-
         def settle() -> int:
             wait_for_device(self._device, self._start_limit_s)
             try:
@@ -322,22 +320,34 @@ class CudaEngine(CudaOperations):
                 if not self._masks.is_out:
                     raise
             wait_for_device(self._device, self._start_limit_s)  # for copies of an abort
-            return self._read_state(state.cpu())[0]
+            return self._read_state(self._state.cpu())[0]
 
         def reset(epoch: int) -> None:
             """Reset all but epoch and counters to the state of a new buffer. No rank has a kernel under way."""
-            self._regions.memory[: compiled.flag_bytes(self._c_config)].zero_()
-            offsets = compiled.state_offsets(self._c_config)
-            counters = slice(offsets["bytes_read"], offsets["masked"])
-            kept = state[counters].clone()
-            state.zero_()
-            state[counters] = kept
-            state[compiled.epoch_offset : compiled.epoch_offset + 8].view(torch.int64).fill_(epoch)
+            self._clear_flags()
             self._report.zero_()
             self.pending = None
-            wait_for_device(self._device, self._start_limit_s)
+            self._begin_again(epoch)
 
         self._masks.unmask(meet, settle, reset)
+
+    def _clear_flags(self) -> None:
+        """Zero all that peers wait for in this rank's region. No rank has a kernel under way that writes there."""
+        self._regions.memory[: self._compiled.flag_bytes(self._c_config)].zero_()
+
+    def _begin_again(self, epoch: int) -> None:
+        """Reset this rank's state to that of a new buffer, except for the counters of bytes. Let kernels run again.
+
+        No rank begins an operation before the flags of all are clear. ``epoch``: of the last one, the same on all ranks
+        """
+        compiled, state = self._compiled, self._state
+        offsets, begin = compiled.state_offsets(self._c_config), compiled.state_aborted_offset
+        aborted = state[begin : begin + 4]
+        for part in (state[:begin], state[begin + 4 : offsets["bytes_read"]], state[offsets["masked"] :]):
+            part.zero_()
+        state[compiled.epoch_offset : compiled.epoch_offset + 8].view(torch.int64).fill_(epoch)
+        aborted.zero_()  # last: until then a graph that is replayed ends at once
+        wait_for_device(self._device, self._start_limit_s)
 
     def suspend(self, meet: Callable[[], Gather]) -> None:
         regions = self._suspendable_regions()
@@ -354,30 +364,37 @@ class CudaEngine(CudaOperations):
                     "set NCCL_GRAPH_REGISTER=0"
                 )
 
-        def give_back() -> None:
-            self._set_aborted(1)  # a graph that is replayed meanwhile ends at once, before it accesses missing memory
+        def give_back(_: list[None]) -> None:
+            # A graph that is replayed meanwhile ends before it accesses missing memory.
+            self._aborts.end_kernels()
+            wait_for_device(self._device, self._start_limit_s)
             regions.give_back()
 
         suspension.change("suspend", meet, self.health, settle, give_back)
 
     def resume(self, meet: Callable[[], Gather]) -> None:
+        """Take memory again, and begin as a new buffer does, but count operations on.
+
+        ``suspend`` may have ended a replay of a graph at any place, on one rank or several. There it has left flags and
+        tagged words of an epoch that is not complete, and counters that are not 0. Ranks may differ in their epochs.
+        """
         regions = self._suspendable_regions()
 
-        def attach() -> None:
-            regions.attach_again()
-            self._set_aborted(0)
+        def take() -> int:
+            regions.take()
+            self._clear_flags()
+            wait_for_device(self._device, self._start_limit_s)
+            return self._read_state(self._state.cpu())[0]
 
-        suspension.change("resume", meet, self.health, regions.take, attach, regions.drop)
+        def attach(epochs: list[int]) -> None:
+            regions.attach_again()
+            self._begin_again(max(epochs))
+
+        suspension.change("resume", meet, self.health, take, attach, regions.drop)
 
     def _suspendable_regions(self) -> SuspendableRegions:
         assert isinstance(self._regions, SuspendableRegions)  # the caller checks this
         return self._regions
-
-    def _set_aborted(self, value: int) -> None:
-        """Make kernels of this rank end at once, or (0) run again. Peers are not signalled."""
-        offset = self._compiled.state_aborted_offset
-        self._state[offset : offset + 4].view(torch.int32).fill_(value)
-        wait_for_device(self._device, self._start_limit_s)
 
     def destroy(self) -> None:
         """Wait for all operations, raise their errors, and free.
