@@ -319,7 +319,7 @@ def check_suspend_with_graph(rank: int, case: Case) -> None:
         buffer.check()
         assert same_bits(out.x, right)
         if os.environ.get("NCCL_GRAPH_REGISTER") != "0":
-            with pytest.raises(ValueError, match="buffer is a suspend after a CUDA graph"):
+            with pytest.raises(ValueError, match="suspend: buffer cannot be suspended after a CUDA graph"):
                 buffer.suspend()
             return
         for _ in range(3):
