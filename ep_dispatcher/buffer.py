@@ -177,7 +177,7 @@ class Buffer(BufferSizes):
             with Gather(group, arguments.limit_s) as gather:
                 self._engine_name, self.config = agree_on_config(gather, group, arguments, self.wording)
                 self.id: str = self.config.buffer_id
-                self._suspend_history = History(f"ep_dispatcher/change/{self.id}")
+                self._suspend_history = History(f"ep_dispatcher/change/{self.id}", is_in_step=True)
                 self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
                 self._engine = engines.make(self._engine_name, self.config)
                 kind = self._engine.device

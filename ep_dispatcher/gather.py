@@ -17,7 +17,8 @@ All ranks read the same decision, so no rank keeps a buffer that another rank ha
 
 **Attempts.** A rank that arrives after the others gave up opens a new round and waits there for its limit. If the
 others meet it there with their next attempt, they are one buffer ahead of it. So where the numbers of attempts differ,
-all ranks raise the same error and continue from the largest number: then the next attempt of all ranks works.
+all ranks raise the same error and continue from the largest number: then the next attempt of all ranks works. Where
+nobody may try again (``History.is_in_step``), such a rank joins the round that it has missed, and reads its decision.
 
 **Cleaning up.** A rank deletes what it has written once all ranks are in a later step, also of a later round: then
 nobody reads it any more. The last rank to leave a round deletes the keys of its last step.
@@ -64,6 +65,7 @@ class History:
 
     prefix: str  # of the keys
     attempts: int = 0  # rounds that this rank began
+    is_in_step: bool = False  # every rank takes part in every round: one that comes after its end has missed it
     written: list[str] = field(default_factory=list)  # keys that this rank has not deleted yet
 
 
@@ -251,7 +253,8 @@ class Gather:
         """Bring this rank's message. Return the decision and, when the step is complete, every rank's message."""
         if self._store is None:
             joined = PrefixStore(self._history.prefix, connection())
-            self._round = joined.add("round", 0)
+            opened = joined.add("round", 0)
+            self._round = self._history.attempts - 1 if self._history.is_in_step else opened
             self._store = joined
         store, step = self._store, self._step
         keys = [self._key(step, rank) for rank in range(self._size)]
