@@ -679,18 +679,28 @@ class Buffer(BufferSizes):
         new buffer on a smaller group. If a rank fails after all have arrived, the buffer ends on all ranks, with a
         RuntimeError.
         """
-        engine, config = self._masking_engine(), self.config
+        engine = self._masking_engine()
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
         with self.wording:
-            engine.unmask(
-                partial(Gather, config.members, config.timeout_s, operation="unmask", history=self._unmask_history)
-            )
+            engine.unmask(self._meeting(engine, "unmask", self._unmask_history))
 
     def _masking_engine(self) -> Engine:
         engine = self.live_engine()
         if not self.config.mask_late_ranks:
             checks.refuse("buffer has no masks: make it by ep.Buffer(..., mask_late_ranks=True)")
         return engine
+
+    def _meeting(self, engine: Engine, operation: str, history: History) -> Callable[[], Gather]:
+        """Return a function that opens an exchange between the ranks of this buffer."""
+        members, limit_s, health = self.config.members, self.config.timeout_s, engine.health
+        return partial(
+            Gather,
+            members,
+            limit_s,
+            operation=operation,
+            history=history,
+            is_stopped=lambda: health.is_stopped,
+        )
 
     def _suspend_or_resume(self, operation: Literal["suspend", "resume"]) -> None:
         engine, config = self.live_engine(), self.config
@@ -701,7 +711,7 @@ class Buffer(BufferSizes):
             checks.refuse(
                 f"the process group of this buffer is gone: call {operation}() before destroy_process_group()"
             )
-        meet = partial(Gather, config.members, config.timeout_s, operation=operation, history=self._suspend_history)
+        meet = self._meeting(engine, operation, self._suspend_history)
         with self.wording:
             if operation == "suspend":
                 engine.suspend(meet)

@@ -59,6 +59,10 @@ class PeersLate(RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class Stopped(Exception):
+    """Raised in the thread of an exchange once the buffer is destroyed."""
+
+
 @dataclass
 class History:
     """The record of a group in this process: of the buffers that it makes, or of one buffer later on."""
@@ -96,6 +100,7 @@ class Gather:
     """One round: the steps in which the ranks of ``group`` make one buffer, each with the limit ``limit_s``.
 
     Or, with the ``history`` of a buffer, the steps of an ``operation`` on it by its members. Errors name the operation.
+    Once ``is_stopped()``, because somebody has destroyed the buffer, this rank waits no longer, and leaves.
     """
 
     def __init__(
@@ -105,11 +110,12 @@ class Gather:
         *,
         operation: str = "buffer",
         history: History | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ):
         self._rank, self._size = group if isinstance(group, Members) else (group.rank(), group.size())
         self._limit_s = limit_s
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        self._operation = operation
+        self._operation, self._is_stopped = operation, is_stopped
         if history is None:
             assert not isinstance(group, Members), "only a group has a history of its own"
             history = _history_of(group)
@@ -144,6 +150,8 @@ class Gather:
             self._others_wait = False  # or nobody can tell them
             reason = "The store did not answer, so this rank does not know who is late."
             raise self._timeout(phase, waited_for or self._others, started, reason) from error
+        except Stopped:
+            raise RuntimeError("the buffer was destroyed meanwhile") from None
         except Exception as error:  # it says something else, and keeps its text
             raise RuntimeError(
                 f"{self._doing(phase)}: the store of the default process group failed, by {type(error).__name__}: "
@@ -258,13 +266,13 @@ class Gather:
             self._store = joined
         store, step = self._store, self._step
         keys = [self._key(step, rank) for rank in range(self._size)]
-        self._raise_if_left()
+        self._raise_if_over()
         self._history.written.append(keys[self._rank])
         store.set(keys[self._rank], message)
         key = self._key(step, "decision")
         if store.check(keys):
             decision = self._decide(store, step, Decision([]))
-        elif wait_for(store, [key], limit_s, self._raise_if_left):
+        elif wait_for(store, [key], limit_s, self._raise_if_over):
             decision = read_decision(store.get(key), self._size)
         else:
             late = [rank for rank in range(self._size) if not store.check([keys[rank]])]
@@ -279,9 +287,11 @@ class Gather:
         self._history.written.append(key)
         return read_decision(store.compare_set(key, "", json.dumps(decision)), self._size)
 
-    def _raise_if_left(self) -> None:
+    def _raise_if_over(self) -> None:
         if self._has_left:
             raise StoreHangs("this rank has left the round")
+        if self._is_stopped():
+            raise Stopped
 
     def _leave(self, store: Store, error: BaseException | None) -> None:
         """If the others wait for this rank, say that it leaves. If all have come to this step, delete keys."""

@@ -1,6 +1,7 @@
 """Buffers that give their memory back and take it again: nothing else changes, and every rank says the same."""
 
 import ctypes
+import threading
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -232,6 +233,34 @@ def test_an_interrupt_ends_the_buffer_on_all_ranks(rank, engine):
     assert f"{type(caught.value).__name__}: {caught.value}" == seen[rank]
     with pytest.raises(RuntimeError, match="this buffer gave up in resume"):
         buffer.resume()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("change", ["suspend", exhaustive("resume")])
+@on_ranks(3)
+def test_a_rank_that_another_thread_destroys_meanwhile(rank, engine, change):
+    """It leaves at once, though one rank has not come yet, and so do the others."""
+    buffer = make(engine)
+    if change == "resume":
+        buffer.suspend()
+    engine_of_buffer = buffer.live_engine()
+    if rank == 2:
+        wait_for(f"left/{buffer.id}/0", f"left/{buffer.id}/1")
+    watchdog = threading.Timer(0.5, buffer.destroy)
+    if rank == 0:
+        watchdog.start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        getattr(buffer, change)()
+    assert time.monotonic() - begin < 15, "the limit is 30 s"
+    if rank == 0:
+        assert str(caught.value).endswith(f"by another thread or a signal handler, while this thread was in {change}")
+        watchdog.join()
+        assert engine_of_buffer.health.is_stopped and not engine_of_buffer.health.waits_to_be_freed
+    else:
+        said = f"{change}, phase 'call': rank 0 left: RuntimeError: the buffer was destroyed meanwhile"
+        assert str(caught.value) == said
+    tell(f"left/{buffer.id}/{rank}")
     buffer.destroy()
 
 
