@@ -65,7 +65,7 @@ void launch_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle re
   engine.dispatch(args, plan, kPart, pointer<CUstream_st>(stream));
 }
 
-void launch_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, Address stream) {
+void launch_combine(ep::cuda::Engine& engine, py::handle request, py::handle combined, Address stream) {
   const ep::cuda::CombineArgs args = ep::cuda::read_combine(engine, request, combined);
   int32_t* const plan = ep::cuda::plan_of(request, combined);
   const OthersRun others_run(engine);
@@ -73,7 +73,7 @@ void launch_combine(const ep::cuda::Engine& engine, py::handle request, py::hand
 }
 
 template <DecodeLaunch kPart>
-void launch_decode_dispatch(const ep::cuda::Engine& engine, py::handle request, py::handle received, Address stream) {
+void launch_decode_dispatch(ep::cuda::Engine& engine, py::handle request, py::handle received, Address stream) {
   const ep::cuda::DecodeDispatchArgs args = ep::cuda::read_decode_dispatch(engine, request, received);
   int32_t* const plan = ep::cuda::plan_of(request, received);
   const OthersRun others_run(engine);
@@ -81,7 +81,7 @@ void launch_decode_dispatch(const ep::cuda::Engine& engine, py::handle request, 
 }
 
 template <DecodeLaunch kPart>
-void launch_decode_combine(const ep::cuda::Engine& engine, py::handle request, py::handle combined, Address stream) {
+void launch_decode_combine(ep::cuda::Engine& engine, py::handle request, py::handle combined, Address stream) {
   const ep::cuda::DecodeCombineArgs args = ep::cuda::read_decode_combine(engine, request, combined);
   int32_t* const plan = ep::cuda::plan_of(request, combined);
   const OthersRun others_run(engine);
@@ -303,13 +303,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
                                 num_tokens,
                                 {where.first, where.second}},
                                pointer<CUstream_st>(stream));
-           })
-      .def("limit_tokens_to_node", &Engine::limit_tokens_to_node)
-      // Return MessageRows for a dispatch whose host does not wait for counts.
-      .def("limited_rows",
-           [](const Engine& e) {
-             const MessageRows rows = e.limited_rows();
-             return py::bytes(reinterpret_cast<const char*>(&rows), sizeof(rows));
            })
       .def("send_by", &Engine::send_by, others_run)
       .def("has_captured_messages", &Engine::has_captured_messages)

@@ -96,6 +96,7 @@ def dispatch_request(
     if topk_weights is not None:
         checks.tensor("topk_weights", topk_weights, _FLOATS, (num_tokens, config.num_topk), device)
     plan = message_rows = None
+    max_tokens_to_node = 0 if decodes else engine.max_tokens_to_node
     if handle is None:
         expert_alignment, num_rows = _check_routing(
             engine, topk_idx, num_tokens, layout, expert_alignment, max_recv_rows
@@ -104,7 +105,7 @@ def dispatch_request(
         checks.handle(handle, config.buffer_id)
         checks.handle_reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
         layout, expert_alignment, num_rows = handle.layout, handle.expert_alignment, handle.num_rows
-        plan, message_rows = handle.plan, handle.message_rows
+        plan, message_rows, max_tokens_to_node = handle.plan, handle.message_rows, handle.max_tokens_to_node
     return DispatchRequest(
         rows=rows,
         scales=scales,
@@ -112,6 +113,7 @@ def dispatch_request(
         topk_weights=topk_weights,
         plan=plan,
         message_rows=message_rows,
+        max_tokens_to_node=max_tokens_to_node,
         layout=layout,
         expert_alignment=expert_alignment,
         num_rows=num_rows,
@@ -140,7 +142,13 @@ def plan_request(
     checks.num_tokens("topk_idx", num_tokens, config.max_tokens_per_rank)
     rows = topk_idx.new_zeros((num_tokens, checks.ROW_GRANULARITY // config.dtype.itemsize), dtype=config.dtype)
     return DispatchRequest(
-        rows, topk_idx=topk_idx, layout=layout, expert_alignment=alignment, num_rows=num_rows, label=label
+        rows,
+        topk_idx=topk_idx,
+        max_tokens_to_node=engine.max_tokens_to_node,
+        layout=layout,
+        expert_alignment=alignment,
+        num_rows=num_rows,
+        label=label,
     )
 
 
@@ -211,6 +219,7 @@ def combine_request(
         layout=handle.layout,
         topk_weights=topk_weights,
         message_rows=handle.message_rows,
+        max_tokens_to_node=handle.max_tokens_to_node,
     )
 
 

@@ -53,6 +53,7 @@ def _save_for_combine(ctx: Any, received: Received, buffer: Buffer, request: Dis
         ctx.save_for_backward(request.plan, request.message_rows)
     ctx.num_tokens = request.rows.shape[0]
     ctx.num_rows = received.rows.shape[0]
+    ctx.max_tokens_to_node = request.max_tokens_to_node
     ctx.layout = request.layout
     ctx.quantize = request.quantize
     ctx.has_weights = request.topk_weights is not None
@@ -65,6 +66,7 @@ def _save_for_dispatch(ctx: Any, buffer: Buffer, request: CombineRequest) -> Non
     ctx.save_for_backward(request.plan, request.message_rows)
     ctx.num_tokens = request.num_tokens
     ctx.num_rows = request.y.shape[0]
+    ctx.max_tokens_to_node = request.max_tokens_to_node
     ctx.layout = request.layout
     ctx.has_weights = request.topk_weights is not None
     ctx.buffer = buffer
@@ -117,6 +119,7 @@ def _dispatch_backward(
         layout=ctx.layout,
         topk_weights=grad_weights if ctx.has_weights else None,
         message_rows=message_rows,
+        max_tokens_to_node=ctx.max_tokens_to_node,
     )
     combined = _differentiable_combine(buffer, request)
     return combined.x, combined.topk_weights if ctx.has_weights else None
@@ -134,6 +137,7 @@ def _combine_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | No
         topk_weights=grad_weights if ctx.has_weights else None,
         plan=plan,
         message_rows=message_rows,
+        max_tokens_to_node=ctx.max_tokens_to_node,
         layout=ctx.layout,
         num_rows=ctx.num_rows,
     )

@@ -42,6 +42,7 @@ def call_dispatch_op(buffer: Buffer, request: DispatchRequest) -> Received:
         num_rows=request.num_rows,
         quantize=request.quantize,
         buffer_id=buffer.id,
+        max_tokens_to_node=request.max_tokens_to_node,
     )
     return unpack_dispatch_outputs(outputs)
 
@@ -57,6 +58,7 @@ def call_combine_op(buffer: Buffer, request: CombineRequest) -> Combined:
         num_tokens=request.num_tokens,
         layout=request.layout,
         buffer_id=buffer.id,
+        max_tokens_to_node=request.max_tokens_to_node,
     )
     return Combined(*outputs)
 
@@ -73,6 +75,7 @@ def unpack_dispatch_inputs(
     num_rows: int,
     quantize: str | None,
     buffer_id: str,
+    max_tokens_to_node: int = 0,
     after: Tensor | None = None,
 ) -> tuple[Buffer, DispatchRequest]:
     """Return the buffer and the request from the inputs of `dispatch_op`."""
@@ -83,6 +86,7 @@ def unpack_dispatch_inputs(
         topk_weights=topk_weights,
         plan=plan,
         message_rows=_none_if_empty(message_rows),
+        max_tokens_to_node=max_tokens_to_node,
         layout=layout,
         expert_alignment=expert_alignment,
         num_rows=num_rows,
@@ -99,6 +103,7 @@ def unpack_combine_inputs(
     num_tokens: int,
     layout: str,
     buffer_id: str,
+    max_tokens_to_node: int = 0,
     after: Tensor | None = None,
 ) -> tuple[Buffer, CombineRequest]:
     """Return the buffer and the request from the inputs of `combine_op`."""
@@ -109,6 +114,7 @@ def unpack_combine_inputs(
         layout=layout,
         topk_weights=topk_weights,
         message_rows=_none_if_empty(message_rows),
+        max_tokens_to_node=max_tokens_to_node,
     )
     return find_buffer(buffer_id), request
 
@@ -165,6 +171,7 @@ def dispatch_op(
     num_rows: int,
     quantize: str | None,
     buffer_id: str,
+    max_tokens_to_node: int = 0,
     after: Tensor | None = None,
 ) -> DispatchOutputs:
     buffer, request = unpack_dispatch_inputs(
@@ -179,6 +186,7 @@ def dispatch_op(
         num_rows=num_rows,
         quantize=quantize,
         buffer_id=buffer_id,
+        max_tokens_to_node=max_tokens_to_node,
     )
     request.label = buffer.label  # only now: a traced graph would be traced again for each label
     received = with_anchor(request, buffer.live_engine().dispatch(request))
@@ -201,8 +209,8 @@ def _dispatch_fake(*inputs: Any, **named_inputs: Any) -> DispatchOutputs:
             plan_size: int | SymInt = engine.plan_capacity(request.num_rows, request.layout)
         else:
             plan_size = torch.library.get_ctx().new_dynamic_size()
-        if engine.num_message_rows > 0:
-            message_rows = torch.empty(engine.num_message_rows, dtype=torch.int32, device="cpu")
+            if engine.num_message_rows > 0:
+                message_rows = torch.empty(engine.num_message_rows, dtype=torch.int32, device="cpu")
         plan = rows.new_empty(plan_size, dtype=torch.int32)
 
     scales = topk_weights = topk_idx = None
@@ -236,6 +244,7 @@ def combine_op(
     num_tokens: int,
     layout: str,
     buffer_id: str,
+    max_tokens_to_node: int = 0,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     buffer, request = unpack_combine_inputs(
@@ -246,6 +255,7 @@ def combine_op(
         num_tokens=num_tokens,
         layout=layout,
         buffer_id=buffer_id,
+        max_tokens_to_node=max_tokens_to_node,
     )
     x, weights = buffer.live_engine().combine(request)
     return x, x.new_empty(0, dtype=torch.float32) if weights is None else weights

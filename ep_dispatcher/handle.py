@@ -58,19 +58,21 @@ class Handle(_Result):
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
     plan: Tensor  # int32 [plan size] on the engine's device; only the engine reads it
-    # int32 on the CPU, for an engine whose host posts messages between nodes (Received.message_rows). None for all
-    # others, and in decode layout. Only the engine reads it.
+    # int32 on the CPU, for an engine whose host posts messages between nodes and has waited for the counts
+    # (Received.message_rows). None for all others. Only the engine reads it.
     message_rows: Tensor | None = None
+    max_tokens_to_node: int = 0  # Buffer.max_tokens_to_node when it was made; 0: no limit, also in decode layout
     # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
     # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
     rows_on_host: Tensor | None = None
     copies: Tensor | None = None  # balance.planner.BalancePlan.copies, with redundant experts
-    made_with: tuple[Any, ...] = field(default=(), repr=False)  # layout to message_rows, when it was made
+    made_with: tuple[Any, ...] = field(default=(), repr=False)  # layout to max_tokens_to_node, when it was made
 
     def is_as_made(self) -> bool:
         """Return whether nothing was changed that decides how much memory an operation reads and writes."""
-        *sizes, plan, message_rows = self.made_with or (None, None)
+        *sizes, plan, message_rows, max_tokens_to_node = self.made_with or (None, None, None)
         are_kept = self.plan is plan and self.message_rows is message_rows
+        are_kept = are_kept and self.max_tokens_to_node == max_tokens_to_node
         return are_kept and sizes == [self.layout, self.expert_alignment, self.num_tokens, self.num_rows]
 
 

@@ -26,9 +26,10 @@ def new_handle(engine: Engine, request: DispatchRequest, received: Received, cop
         num_rows=num_rows,
         plan=plan,
         message_rows=received.message_rows,
+        max_tokens_to_node=request.max_tokens_to_node,
         rows_on_host=received.rows_on_host,
         copies=copies,
-        made_with=(*sizes, plan, received.message_rows),
+        made_with=(*sizes, plan, received.message_rows, request.max_tokens_to_node),
     )
 
 

@@ -215,3 +215,4 @@ def use_plan(request: DispatchRequest, handle: Handle) -> None:
     """Make a dispatch use the plan of a handle instead of a new one."""
     request.topk_idx = None
     request.plan, request.message_rows, request.num_rows = handle.plan, handle.message_rows, handle.num_rows
+    request.max_tokens_to_node = handle.max_tokens_to_node

@@ -26,6 +26,7 @@ class DispatchRequest:
     topk_weights: Tensor | None = None  # float32 [num_tokens, num_topk]
     plan: Tensor | None = None  # that of an earlier dispatch; None: make a new one
     message_rows: Tensor | None = None  # of that plan: Received.message_rows
+    max_tokens_to_node: int = 0  # Buffer.max_tokens_to_node of that plan, or of the new one; 0: no limit
     layout: str = "expert"
     expert_alignment: int = 1
     num_rows: int = -1  # rows of the output; -1: as many as arrive
@@ -54,7 +55,7 @@ class DispatchRequest:
     def observable_fields(self) -> tuple[object, ...]:
         """Return the fields that a compiler or a transform may have replaced: tensors, and sizes."""
         tensors = self.rows, self.scales, self.topk_idx, self.topk_weights, self.plan, self.message_rows
-        return *tensors, self.expert_alignment, self.num_rows
+        return *tensors, self.expert_alignment, self.num_rows, self.max_tokens_to_node
 
     def make_addressable(self) -> None:
         """Replace each tensor that engines cannot read by address with a copy. topk_idx becomes int64."""
@@ -83,6 +84,7 @@ class CombineRequest:
     layout: str = "expert"  # of the plan
     topk_weights: Tensor | None = None  # float32 [rows], or [rows, num_topk] in rank layout
     message_rows: Tensor | None = None  # of the plan: Received.message_rows
+    max_tokens_to_node: int = 0  # of the plan, as in DispatchRequest
     weights: Tensor | None = None  # decode layout: float32 [num_tokens, num_topk]
     is_send_only: bool = False  # Engine.receive will complete the operation
     out: Tensor | None = None  # contiguous memory for the sums, not that of y; None: new memory
@@ -92,8 +94,8 @@ class CombineRequest:
         return ("y", self.y), ("handle", self.plan), ("topk_weights", self.topk_weights), ("weights", self.weights)
 
     def observable_fields(self) -> tuple[object, ...]:
-        """Return the fields that a compiler or a transform may have replaced: tensors, and a size."""
-        return self.y, self.plan, self.topk_weights, self.message_rows, self.num_tokens
+        """Return the fields that a compiler or a transform may have replaced: tensors, and sizes."""
+        return self.y, self.plan, self.topk_weights, self.message_rows, self.num_tokens, self.max_tokens_to_node
 
     def make_addressable(self) -> None:
         """Replace each tensor that engines cannot read by address with a copy."""
@@ -118,8 +120,8 @@ class Received(NamedTuple):
     tokens_per_expert: Tensor  # int64; in decode layout an engine may return int32, here and in rows_per_expert
     rows_per_expert: Tensor
     plan: Tensor | None  # a new plan; None when the plan was given
-    # Of a new plan, int32 on the CPU: how many rows messages to each node have, and those from it, where a host posts
-    # them; it may not know. None for wires that need no such numbers, and in decode layout.
+    # Of a new plan whose host has waited for the counts, int32 on the CPU: how many rows messages to each node have,
+    # and those from it, where a host posts them; it may not know. None for wires that need no such numbers.
     message_rows: Tensor | None = None
     rows_on_host: Tensor | None = None  # of a new plan, as in Handle
     anchor: Tensor | None = None  # of a quantized dispatch with gradients (QuantizedRows); made by with_anchor

@@ -249,6 +249,35 @@ def test_cuda_graphs_of_a_compiler(rank, engine):
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
+@on_ranks(1)
+def test_static_shapes_come_without_a_tensor_of_the_host(rank):
+    """A tensor on the CPU, as the rows of messages are, would keep a compiler from capturing CUDA graphs."""
+    x, idx = (torch.empty(NUM_TOKENS, n, dtype=t, device="meta") for n, t in ((HIDDEN, torch.float32), (3, torch.long)))
+    with make_buffer() as buffer:
+        buffer.live_engine().num_message_rows = 8
+        dispatch = torch.ops.ep_dispatcher.dispatch
+        outputs = dispatch(x, None, idx, None, None, None, "expert", 1, NUM_ROWS, None, buffer.id)
+    assert {output.device.type for output in outputs} == {"meta"}
+
+
+@on_ranks(2, timeout_s=COMPILE_S)
+def test_a_plan_keeps_its_limit_between_nodes(rank):
+    """A compiled function hands it to all operations with the plan. A new value needs another graph, and no third."""
+    compiled, limits = fresh_compile(one_layer, backend="aot_eager"), []
+    with make_buffer(ranks_per_node=1) as buffer:
+        engine = buffer.live_engine()
+        for name in ("dispatch", "combine"):
+            run = getattr(engine, name)
+            setattr(engine, name, lambda request, run=run: limits.append(request.max_tokens_to_node) or run(request))
+        for most in (30, 40, None, 50):
+            buffer.max_tokens_to_node = most
+            for function in (one_layer, compiled):
+                forward_and_backward(function, buffer, leaves(rank, 0, buffer, True), max_recv_rows=NUM_ROWS)
+                assert limits == [most or 0] * 4  # forward and backward
+                limits.clear()
+    assert graphs() <= 3  # 0 is a constant of its own
+
+
 @on_ranks(1, timeout_s=COMPILE_S)
 def test_operations_keep_their_order(rank):
     """All ranks must run them in one order. Layers of other sizes tempt a compiler that saves memory to reorder."""

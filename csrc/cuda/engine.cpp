@@ -76,14 +76,13 @@ void Engine::send_by(std::shared_ptr<NcclComm> comm) {
 
 bool Engine::has_captured_messages() const { return messages_ && messages_->has_captured(); }
 
-MessageRows Engine::limited_rows() const {
-  MessageRows rows{};
-  if (!messages_ || max_tokens_to_node_ == 0) return rows;
+const MessageRows& Engine::limited_rows(int32_t most) {
+  MessageRows& rows = limited_rows_;
   rows.known = 1;
-  rows.limit = max_tokens_to_node_;
+  rows.limit = most;
   rows.packed = context_.config.all_nodes() & ~(1u << context_.node);
   for (int node = 0; node < context_.config.num_nodes; ++node)
-    if (node != context_.node) rows.to[node] = rows.from[node] = max_tokens_to_node_;
+    if (node != context_.node) rows.to[node] = rows.from[node] = most;
   return rows;
 }
 

@@ -152,11 +152,9 @@ class Engine {
   // nodes. It must be connected. Wait as the constructor of Messages.
   void send_by(std::shared_ptr<NcclComm> comm);
   bool sends_messages() const { return messages_ != nullptr; }
-  // [host] Limit the tokens of a rank for another node in later new plans, but not in decode layout; 0: any number.
-  void limit_tokens_to_node(int32_t most) { max_tokens_to_node_ = most; }
-  int32_t max_tokens_to_node() const { return max_tokens_to_node_; }
-  // [host] Return the rows of messages with such a plan, if this host does not wait for counts.
-  MessageRows limited_rows() const;
+  // [host] Return how many rows messages have with a plan of this max_tokens_to_node, if this host did not wait for
+  // counts. Valid until the next call.
+  const MessageRows& limited_rows(int32_t most);
   bool has_captured_messages() const;
   // [host] Return the bytes of all messages enqueued so far; 0 without messages.
   uint64_t message_bytes() const;
@@ -236,7 +234,7 @@ class Engine {
   Blocks blocks_[3];                    // by layout
   int64_t* wait_ns_[2] = {};            // by operation
   uint64_t ticket_ = 0;                 // of the last counted dispatch
-  int32_t max_tokens_to_node_ = 0;
+  MessageRows limited_rows_ = {};
 };
 
 // [host] Return the bytes of pinned memory for the reports of one rank.

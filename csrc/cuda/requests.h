@@ -25,7 +25,7 @@ struct Names {
        plan = made("plan"), message_rows = made("message_rows"), layout = made("layout"),
        expert_alignment = made("expert_alignment"), num_rows = made("num_rows"), quantize = made("quantize"),
        label = made("label"), packs_scales = made("packs_scales"), y = made("y"), num_tokens = made("num_tokens"),
-       weights = made("weights");
+       weights = made("weights"), max_tokens_to_node = made("max_tokens_to_node");
   // Fields of Received and Combined that are no fields of requests.
   Name tokens_per_expert = made("tokens_per_expert"), rows_per_expert = made("rows_per_expert"), x = made("x");
   // Methods of tensors.
@@ -102,10 +102,16 @@ inline Quantize quantize_of(pybind11::handle request) {
   throw pybind11::value_error("unknown quantize " + std::string(name));
 }
 
-// Return the sizes of messages between nodes.
+// Return the sizes of messages between nodes that a host knows after its wait for the counts.
 inline MessageSizes message_sizes_of(pybind11::handle owner) {
   const auto* rows = TensorRef(owner, Names::get().message_rows).address<const MessageRows>();
   return MessageSizes(rows && rows->known ? rows : nullptr);
+}
+
+// Return the sizes of messages with a plan whose host did not wait for the counts.
+inline MessageSizes limited_sizes(Engine& engine, pybind11::handle request) {
+  const auto most = static_cast<int32_t>(int_field(request, Names::get().max_tokens_to_node));
+  return MessageSizes(engine.sends_messages() && most > 0 ? &engine.limited_rows(most) : nullptr);
 }
 
 // Return the plan of a request: the plan that it gives, or the plan of its result.
@@ -116,7 +122,7 @@ inline int32_t* plan_of(pybind11::handle request, pybind11::handle result) {
 
 // Read what every dispatch has from a DispatchRequest and its Received. In the first of two launches `received` may
 // have no rows yet.
-inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::handle received, RowArgs& args) {
+inline void read_rows(Engine& engine, pybind11::handle request, pybind11::handle received, RowArgs& args) {
   const Names& names = Names::get();
   args.layout = layout_of(request);
   args.expert_alignment = static_cast<int32_t>(int_field(request, names.expert_alignment));
@@ -148,10 +154,12 @@ inline void read_rows(const Engine& engine, pybind11::handle request, pybind11::
   args.out_scales = TensorRef(received, names.scales).address<float>();
   args.messages = message_sizes_of(request);
   if (!args.messages.are_known()) args.messages = message_sizes_of(received);
-  if (args.topk_idx && args.layout != Layout::kDecode) args.max_tokens_to_node = engine.max_tokens_to_node();
+  const bool waits_for_counts = args.topk_idx && int_field(request, names.num_rows) < 0;
+  if (!args.messages.are_known() && !waits_for_counts) args.messages = limited_sizes(engine, request);
+  if (args.topk_idx) args.max_tokens_to_node = static_cast<int32_t>(int_field(request, names.max_tokens_to_node));
 }
 
-inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request, pybind11::handle received) {
+inline DispatchArgs read_dispatch(Engine& engine, pybind11::handle request, pybind11::handle received) {
   const Names& names = Names::get();
   DispatchArgs args;
   read_rows(engine, request, received, args);
@@ -163,8 +171,7 @@ inline DispatchArgs read_dispatch(const Engine& engine, pybind11::handle request
   return args;
 }
 
-inline DecodeDispatchArgs read_decode_dispatch(const Engine& engine, pybind11::handle request,
-                                               pybind11::handle received) {
+inline DecodeDispatchArgs read_decode_dispatch(Engine& engine, pybind11::handle request, pybind11::handle received) {
   const Names& names = Names::get();
   DecodeDispatchArgs args;
   read_rows(engine, request, received, args);
@@ -174,7 +181,7 @@ inline DecodeDispatchArgs read_decode_dispatch(const Engine& engine, pybind11::h
 }
 
 // Read what every combine has from a CombineRequest and its Combined.
-inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::handle combined, SumArgs& args) {
+inline void read_sums(Engine& engine, pybind11::handle request, pybind11::handle combined, SumArgs& args) {
   const Names& names = Names::get();
   const Engine::Blocks& blocks = engine.blocks(layout_of(request));
   args.y = TensorRef(request, names.y).address<const char>();
@@ -184,9 +191,10 @@ inline void read_sums(const Engine& engine, pybind11::handle request, pybind11::
   args.num_blocks = blocks.num_blocks;
   args.rail_blocks = blocks.rail_blocks;
   args.messages = message_sizes_of(request);
+  if (!args.messages.are_known()) args.messages = limited_sizes(engine, request);
 }
 
-inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, pybind11::handle combined) {
+inline CombineArgs read_combine(Engine& engine, pybind11::handle request, pybind11::handle combined) {
   const Names& names = Names::get();
   CombineArgs args;
   read_sums(engine, request, combined, args);
@@ -195,8 +203,7 @@ inline CombineArgs read_combine(const Engine& engine, pybind11::handle request, 
   return args;
 }
 
-inline DecodeCombineArgs read_decode_combine(const Engine& engine, pybind11::handle request,
-                                             pybind11::handle combined) {
+inline DecodeCombineArgs read_decode_combine(Engine& engine, pybind11::handle request, pybind11::handle combined) {
   DecodeCombineArgs args;
   read_sums(engine, request, combined, args);
   args.combine_weights = TensorRef(request, Names::get().weights).address<const float>();

@@ -117,6 +117,7 @@ class Engine(Protocol):
     health: Health
     pending: PendingOperation | None = None  # the operation that waits for its hook
     num_message_rows: int = 0  # elements of Received.message_rows
+    max_tokens_to_node: int = 0  # the limit for new plans, in the layouts of training; 0: no limit
     gathers_counts: bool = False  # has `gather_counts`
 
     def refuse_if_pending(self, operation: str) -> None:
@@ -190,6 +191,7 @@ class Engine(Protocol):
 
     def limit_tokens_to_node(self, most: int) -> None:
         """Do what Buffer.max_tokens_to_node says; 0: no limit."""
+        self.max_tokens_to_node = most
 
     def overlook(self, found: Callable[[ValueError], bool]) -> None:
         """Do what Buffer.overlook() says."""

@@ -178,12 +178,19 @@ class _BalancedMlp(Function):
             activated = gemms.activate(hidden, row_weights, ends, mlp.activation)
             results = gemms.linear(activated, with_copies(own.w2, in_slots.w2), ends, b2, row_weights)
             handle = handles[0]
-            sums = CombineRequest(results, handle.plan, x.shape[0], message_rows=handle.message_rows)
+            sums = CombineRequest(
+                results,
+                handle.plan,
+                x.shape[0],
+                message_rows=handle.message_rows,
+                max_tokens_to_node=handle.max_tokens_to_node,
+            )
             y = side.collective(engine.combine, sums).x
         kept = activated if mlp.keep_activated and mlp.float8 is None else None
         saved = SavedForward(received.rows, row_weights, ends, hidden, kept, scales)
         ctx.save_for_backward(handle.plan, handle.message_rows, copies, *saved, *tensors)
         ctx.mlp, ctx.buffer, ctx.slots, ctx.note = mlp, buffer, slots, buffer.backward_note
+        ctx.max_tokens_to_node = handle.max_tokens_to_node
         return y
 
     @staticmethod
@@ -202,7 +209,13 @@ class _BalancedMlp(Function):
         num_own = engine.config.num_own_experts
         ends, num_rows = saved.ends, saved.rows.shape[0]
         with balancer.using_slots(), _CopyStream(engine, grad) as side:
-            request = DispatchRequest(grad.contiguous(), plan=plan, message_rows=message_rows, num_rows=num_rows)
+            request = DispatchRequest(
+                grad.contiguous(),
+                plan=plan,
+                message_rows=message_rows,
+                max_tokens_to_node=ctx.max_tokens_to_node,
+                num_rows=num_rows,
+            )
             grad_results = side.collective(engine.dispatch, request).rows
             side.push(balancer, slots, copies, weights_to_push(parameters, mlp.float8, is_backward=True))
             side.barrier(balancer)
@@ -234,6 +247,7 @@ class _BalancedMlp(Function):
                     grad.shape[0],
                     topk_weights=grad_row_weights,
                     message_rows=message_rows,
+                    max_tokens_to_node=ctx.max_tokens_to_node,
                     out=grad.new_empty(grad.shape),  # memory of the main stream, which goes on to use it
                 )
                 side.follow_main()

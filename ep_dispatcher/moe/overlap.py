@@ -246,12 +246,20 @@ class _MlpInParts(torch.autograd.Function):
                 if len(dispatched) < num_parts:
                     dispatched.append(operations.dispatch(requests[i + 1]))
                 handle = handles[i]
-                combine_request = CombineRequest(rows, handle.plan, len(out), message_rows=handle.message_rows, out=out)
+                combine_request = CombineRequest(
+                    rows,
+                    handle.plan,
+                    len(out),
+                    message_rows=handle.message_rows,
+                    max_tokens_to_node=handle.max_tokens_to_node,
+                    out=out,
+                )
                 operations.combine(combine_request)
                 saved += [*saved_forward, handle.plan, handle.message_rows]
         ctx.save_for_backward(*saved, *tensors)
         ctx.mlp, ctx.buffer, ctx.note = mlp, buffer, buffer.backward_note
         ctx.num_parts, ctx.overlap = num_parts, overlap
+        ctx.max_tokens_to_node = requests[0].max_tokens_to_node  # the same for all parts
         return y
 
     @staticmethod
@@ -282,7 +290,13 @@ class _MlpInParts(torch.autograd.Function):
                 plan, message_rows = plans[i]
                 num_rows, rows = parts[i].rows.shape[0], split_tokens(grad, num_parts)[i]
                 dispatched[i] = operations.dispatch(
-                    DispatchRequest(rows, plan=plan, message_rows=message_rows, num_rows=num_rows)
+                    DispatchRequest(
+                        rows,
+                        plan=plan,
+                        message_rows=message_rows,
+                        max_tokens_to_node=ctx.max_tokens_to_node,
+                        num_rows=num_rows,
+                    )
                 )
             for i in last_to_first:
                 grad_out = operations.wait(*dispatched[i]).rows
@@ -291,7 +305,13 @@ class _MlpInParts(torch.autograd.Function):
                 if grad_x is not None:
                     out, (plan, message_rows) = split_tokens(grad_x, num_parts)[i], plans[i]
                     combine_request = CombineRequest(
-                        grad_rows, plan, len(out), topk_weights=grad_row_weights, message_rows=message_rows, out=out
+                        grad_rows,
+                        plan,
+                        len(out),
+                        topk_weights=grad_row_weights,
+                        message_rows=message_rows,
+                        max_tokens_to_node=ctx.max_tokens_to_node,
+                        out=out,
                     )
                     combined = operations.combine(combine_request)
                     grad_topk_weights[i] = combined.topk_weights

@@ -303,6 +303,7 @@ class CpuEngine(Engine):
         return _C_cpu.plan_capacity(self._c_config, self.config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
     def limit_tokens_to_node(self, most: int) -> None:
+        super().limit_tokens_to_node(most)
         self._c.max_tokens_to_node = most
 
     def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:

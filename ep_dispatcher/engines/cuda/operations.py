@@ -63,7 +63,6 @@ class CudaOperations(Streams, Engine):
     _stuck: StuckKernels | None  # only if kernels may never end
     _counted_rows: Tensor  # int64 [num_local_experts], pinned; written by kernels
     _reported_message_rows: Tensor  # int32, pinned: MessageRows of the compiled module; written by kernels
-    _limited_message_rows: Tensor  # int32: the same for a dispatch whose host does not wait for counts
     _rail: NcclRail | None
     pending: _PendingLaunch | None
 
@@ -86,10 +85,7 @@ class CudaOperations(Streams, Engine):
                     if needs_counts:
                         received = self._dispatch_with_counts(request, stream, ranges)
                     else:
-                        counts, message_rows = self._allocate_counts(request), None
-                        if self._rail is not None and request.plan is None and request.layout != "decode":
-                            message_rows = self._limited_message_rows.clone()
-                        received = self._allocate(request, request.num_rows, counts, message_rows)
+                        received = self._allocate(request, request.num_rows, self._allocate_counts(request))
                         if request.layout != "decode":
                             launch = self._c.dispatch
                         else:
@@ -294,10 +290,6 @@ class CudaOperations(Streams, Engine):
             checks.fail(f"{operation}_wait_ns", f"a tensor on {wait_ns.device}", f"a tensor on {self._device}")
         super().measure_waits(operation, wait_ns)
         self._c.measure_waits(operation == "dispatch", address_of(wait_ns))
-
-    def limit_tokens_to_node(self, most: int) -> None:
-        self._c.limit_tokens_to_node(most)
-        self._limited_message_rows = torch.frombuffer(bytearray(self._c.limited_rows()), dtype=torch.int32)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return self._compiled.plan_capacity(self._c_config, num_rows)
