@@ -17,6 +17,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
+import test_compile
 import torch
 import torch.distributed as dist
 from lib import decode, node_limits, nodes, two_hosts
@@ -40,11 +41,15 @@ class ImpatientBuffer(ep.Buffer):
         super().__init__(*args, **options | more)
 
 
+def device_of_rank(engine: str, rank: int) -> str:
+    return f"cuda:{torch.cuda.current_device()}"
+
+
 def begin(rank: int, ranks_per_node: int) -> None:
     """Let the ranks of a node share a GPU. Their buffers soon give up a peer that does not come."""
     torch.cuda.set_device(rank // ranks_per_node)
     for module in (grid, node_limits, nodes, round_trips):
-        module.device_of = lambda engine, rank: f"cuda:{torch.cuda.current_device()}"
+        module.device_of = device_of_rank
     ep.Buffer = ImpatientBuffer
 
 
@@ -197,6 +202,16 @@ def check_limited_sizes(rank: int, case: Case, most: int) -> None:
 def limited_sizes(pool: RankPool, case: Case) -> None:
     for most in (100, 500, 599):
         pool.run(check_limited_sizes, case, most)
+
+
+def check_compiled(rank: int, case: Case) -> None:
+    """A compiler captures CUDA graphs of static rows, here of limited messages."""
+    test_compile.device_of = device_of_rank
+    num_tokens = test_compile.NUM_TOKENS
+    config = dict(engine="cuda", ranks_per_node=case.ranks_per_node, max_tokens_to_node=num_tokens)
+    compiles = dict(backend="inductor", options={"triton.cudagraphs": True})
+    test_compile.compare(rank, test_compile.two_layers, config, 5 * (num_tokens,), compiles=compiles)
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 def check_two_buffers(rank: int, case: Case) -> None:
@@ -437,6 +452,7 @@ PARTS = dict(
     sizes=sizes,
     limits=limits,
     limited_sizes=limited_sizes,
+    compiled=lambda pool, case: pool.run(check_compiled, case),
     two_buffers=lambda pool, case: pool.run(check_two_buffers, case),
     late=late,
     differ=lambda pool, case: pool.run(check_differ, case),
