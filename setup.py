@@ -39,6 +39,8 @@ NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 # PTX of the first on all that is newer: there the driver compiles it when a process first uses it. No code for 12.x,
 # whose multiprocessors have too little shared memory.
 ARCHITECTURES = ["90", "100"]
+# But files with this suffix have code for 9.0 alone, and other GPUs never launch it.
+HOPPER_SUFFIX, HOPPER_FLAGS = "_sm90a.cu", ["-gencode=arch=compute_90a,code=sm_90a"]
 
 # The NVSHMEM module links device code of another library. Functions are then compiled apart from the kernels that call
 # them, so each has to keep to the registers that the launch bounds of the kernels leave.
@@ -269,9 +271,10 @@ class BuildExt(build_ext):
     def cxx_command(self):
         return getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)  # older setuptools have one
 
-    def nvcc_command(self, ext):
-        """nvcc with all flags that compile and link, but for the headers of Python."""
-        flags = [*NVCC_FLAGS, *architecture_flags(find_nvcc()), *ext.extra_compile_args]
+    def nvcc_command(self, ext, source=""):
+        """nvcc with all flags that compile a file, or link, but for the headers of Python."""
+        codes = HOPPER_FLAGS if source.endswith(HOPPER_SUFFIX) else architecture_flags(find_nvcc())
+        flags = [*NVCC_FLAGS, *codes, *ext.extra_compile_args]
         command = [find_nvcc(), *flags, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
         if os.environ.get("CXX"):
             command += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
@@ -294,10 +297,10 @@ class BuildExt(build_ext):
         Kernels know nothing of Python, so the builds for all its versions share them.
         """
         folder, jobs = self.folder("objects", ext.name), max_jobs()
-        nvcc, facts, headers = self.nvcc_command(ext), self.facts_of_nvcc(ext), headers_of(ext)
+        facts, headers = self.facts_of_nvcc(ext), headers_of(ext)
         objects, work = [], []
         for source in ext.sources:
-            command, path = [*nvcc, "-c", source], folder / f"{Path(source).name}.o"
+            command, path = [*self.nvcc_command(ext, source), "-c", source], folder / f"{Path(source).name}.o"
             if Path(source).name.startswith("bindings"):
                 command += self.python_includes()
                 path = path.with_suffix(f".{sys.implementation.cache_tag}.o")
@@ -424,7 +427,7 @@ def extensions():
         return [cpu, cuda]
     nvshmem = Extension(
         NVSHMEM_MODULE,
-        [*sources, *files("csrc/nvshmem/*.cu")],
+        [*(one for one in sources if not one.endswith(HOPPER_SUFFIX)), *files("csrc/nvshmem/*.cu")],
         depends=[*headers, *files("csrc/nvshmem/*.h")],
         include_dirs=[*include_dirs, f"{folder}/include", *cccl_folders()],
         extra_compile_args=[*NVSHMEM_FLAGS, *measuring_flags()],

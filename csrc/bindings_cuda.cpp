@@ -12,7 +12,9 @@
 #include "cuda/balance/slots.h"
 #include "cuda/device/check.h"
 #include "cuda/engine.h"
+#include "cuda/moe/float8_gemm.h"
 #include "cuda/moe/routing.h"
+#include "cuda/moe/weight_grad.h"
 #include "cuda/nccl.h"
 #include "cuda/requests.h"
 #include "cuda/stream_order.h"
@@ -179,6 +181,47 @@ PYBIND11_MODULE(EP_MODULE, m) {
                          pointer<const int64_t>(topk_idx), pointer<const float>(grad_weights),
                          pointer<void>(grad_probs), pointer<CUstream_st>(stream));
         });
+#ifndef EP_WIRE_NVSHMEM  // that module's code is for no particular GPU
+  m.def("float8_gemm",
+        [](Address rows, Address scales, int num_rows, int length, Address weights, Address shifts, int64_t num_shifts,
+           int64_t first, int64_t step, Address weight_scales, Address scale_addresses, int64_t scale_step,
+           int64_t scale_stride, Address ends, int experts, Address out, int columns, Address bias,
+           ep::DType bias_dtype, Address row_weights, int num_sms, Address stream) {
+          float8_gemm({pointer<const void>(rows),
+                       pointer<const float>(scales),
+                       num_rows,
+                       length,
+                       pointer<const void>(weights),
+                       pointer<const int32_t>(shifts),
+                       num_shifts,
+                       first,
+                       step,
+                       pointer<const float>(weight_scales),
+                       pointer<const int64_t>(scale_addresses),
+                       scale_step,
+                       scale_stride,
+                       pointer<const int32_t>(ends),
+                       experts,
+                       pointer<void>(out),
+                       columns,
+                       pointer<const void>(bias),
+                       bias_dtype,
+                       pointer<const float>(row_weights)},
+                      num_sms, pointer<CUstream_st>(stream));
+        });
+  // Of each set: grad, rows, the bytes from row to row of both, num_rows, ends.
+  using GradSet = std::tuple<Address, Address, int64_t, int64_t, int32_t, Address>;
+  m.def("weight_grad", [](const std::vector<GradSet>& sets, Address out, int n, int k, int experts, int first_expert,
+                          Address held, int num_sms, Address stream) {
+    WeightGrad grad{{}, 0, pointer<const int64_t>(out), n, k, experts, first_expert, pointer<const int32_t>(held)};
+    if (sets.size() > std::size(grad.sets)) throw py::value_error("sets");
+    for (const auto& [of, rows, grad_stride, rows_stride, num_rows, ends] : sets)
+      grad.sets[grad.num_sets++] = {
+          pointer<const void>(of),     pointer<const void>(rows), grad_stride, rows_stride, num_rows,
+          pointer<const int32_t>(ends)};
+    weight_grad(grad, num_sms, pointer<CUstream_st>(stream));
+  });
+#endif
   // Balanced experts. index_bytes is 4 for topk_idx of int32, and 8 for int64.
   m.def("balance_count",
         [](Address topk_idx, int index_bytes, int64_t num_choices, int num_experts, Address counts, Address stream) {

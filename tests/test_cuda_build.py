@@ -17,20 +17,22 @@ from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.wording import Wording
 
 KERNELS = sorted((ROOT / "csrc/cuda").rglob("*.cu"))
-MAX_REGISTERS = 128
+MAX_REGISTERS, MAX_HOPPER_REGISTERS = 128, 168
 
 
 @needs_nvcc
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
 def test_kernels_spill_nothing(source, tmp_path):
-    flags = ["-O3", "-std=c++17", "-arch=sm_90", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    is_for_hopper = source.stem.endswith("_sm90a")  # then a warp group takes registers from another one
+    architecture = "sm_90a" if is_for_hopper else "sm_90"
+    flags = ["-O3", "-std=c++17", f"-arch={architecture}", "--expt-relaxed-constexpr", "-Xptxas=-v"]
     command = ["nvcc", *flags, "-Icsrc", "-cubin", str(source), "-o", str(tmp_path / "kernels.cubin")]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said.stderr)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said.stderr)]
-    assert registers and max(registers) <= MAX_REGISTERS
+    assert registers and max(registers) <= (MAX_HOPPER_REGISTERS if is_for_hopper else MAX_REGISTERS)
     assert spills and max(spills) == 0, said.stderr
 
 

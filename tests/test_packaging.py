@@ -258,6 +258,8 @@ def test_code_is_for_the_gpus_here_and_a_wheel_for_all(fake, tmp_path, gpus, hoo
     fake(hook, EP_DISPATCHER_CUDA_ARCHS=given)
     (module,) = fake.copy.glob("build/modules/_C_cuda*/_C_cuda*.so")
     code = re.findall(r"-gencode=arch=compute_(\d+),code=(\S+)", module.read_text())
+    (hopper,) = fake.copy.glob("build/objects/*_C_cuda/float8_gemm_sm90a.cu.o")
+    assert re.findall(r"-gencode=(\S+)", hopper.read_text()) == ["arch=compute_90a,code=sm_90a"]
     first, *others = expected
     assert code == [(first, f"[sm_{first},compute_{first}]"), *((one, f"sm_{one}") for one in others)]
 

@@ -13,8 +13,9 @@ to 1024 rows per expert, because main_grad is read and written either way, and t
 columns.
 
 `ends`, and rows from ends[-1] on, are treated as in grouped_gemm. On a GPU these are Triton kernels
-(`float8_gemm_kernels`). Otherwise they are loops over experts, which define the results. Quantized entries of
-activations may differ from those by one step.
+(`float8_gemm_kernels`) and, for most GEMMs on GPUs of compute capability 9.0, a compiled one (`hopper_gemm`). Otherwise
+they are loops over experts, which define the results. Quantized entries of activations may differ from those by one
+step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
-from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe import grouped_gemm, hopper_gemm
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape, num_matrices
 from ep_dispatcher.moe.grouped_gemm import rows_by_expert, stack_bias, weighted_bias
@@ -70,10 +71,14 @@ def linear(
     if out is None:
         out = rows.new_empty(rows.shape[0], matrix_shape(weights.rows)[0], dtype=torch.bfloat16)
     if has_kernels(rows):
-        options: dict[str, Any] = dict(bias=stack_bias(bias), row_weights=row_weights, scales=scales)
+        stacked_bias = stack_bias(bias)
+        options: dict[str, Any] = dict(bias=stacked_bias, row_weights=row_weights, scales=scales)
         for part in weights.split():  # one launch reads the scales of one part
-            options |= dict(weight_scales=part.scales, first_expert=first_expert)
-            grouped_gemm.kernels().multiply(rows, part.rows, ends, out, transposed=True, **options)
+            if not first_expert and hopper_gemm.takes_float8(rows, part, out):
+                hopper_gemm.multiply_float8(pair, part, ends, out, stacked_bias, row_weights)
+            else:
+                options |= dict(weight_scales=part.scales, first_expert=first_expert)
+                grouped_gemm.kernels().multiply(rows, part.rows, ends, out, transposed=True, **options)
             first_expert += num_matrices(part.rows)
         return out
     for i, (expert, expert_rows) in zip(range(num_matrices(weights.rows)), rows_by_expert(ends, first_expert)):

@@ -10,10 +10,10 @@
 stays on the device, so the host waits for nothing. Rows at or after ends[-1] are neither read nor written. GEMMs
 accumulate in float32 and round once. Weights are one matrix per expert, and are read where they lie, without a copy.
 
-On a GPU these are Triton kernels (`grouped_gemm_kernels`, `activation_kernels`) for bfloat16 and float16. Otherwise
-they are loops over experts. What uses them is in three files: grouped_mlp.py has the two GEMMs of an expert as one node
-of autograd, float8_gemm.py has GEMMs of float8 operands, and pytorch_experts.py does without any of this, in PyTorch's
-operators.
+On a GPU these are Triton kernels (`grouped_gemm_kernels`, `activation_kernels`) for bfloat16 and float16, and for
+gradients a compiled one where that is faster (`hopper_gemm`). Otherwise they are loops over experts. What uses them is
+in three files: grouped_mlp.py has the two GEMMs of an expert as one node of autograd, float8_gemm.py has GEMMs of
+float8 operands, and pytorch_experts.py does without any of this, in PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.moe import activation as activations
+from ep_dispatcher.moe import hopper_gemm
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.expert_matrices import BiasGradInputs, ExpertMatrices, WeightGradInputs, matrix_shape
 
@@ -116,7 +117,8 @@ def linear_grad_weights(
     """
     _, first_rows, _ = sets[0]
     if has_kernels(first_rows):
-        kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
+        if not accumulate or not hopper_gemm.add_weight_grads(sets, out, first_expert, held):
+            kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
         return
     expert_grads: list[list[Tensor]] = [[] for _ in out]  # for each expert, the parts of all sets
     expert_inputs: list[list[Tensor]] = [[] for _ in out]

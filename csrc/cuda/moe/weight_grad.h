@@ -1,0 +1,30 @@
+// Gradients of experts' weights, added to float32 in place, on the tensor cores of Hopper (compute capability 9.0).
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace ep::cuda {
+
+// bfloat16 rows of all experts, side by side. All pointers are of the GPU.
+struct GradRows {
+  const void *grad, *rows;           // [num_rows, n], [num_rows, k]
+  int64_t grad_stride, rows_stride;  // [bytes] from row to row
+  int32_t num_rows;
+  const int32_t* ends;  // behind the last row of each expert
+};
+
+// out[e] += the sum of grad[r]^T x rows[r] over the rows r of expert first_expert + e in all sets.
+struct WeightGrad {
+  GradRows sets[2];
+  int32_t num_sets;
+  const int64_t* out;  // [experts]: addresses of float32 [n, k], multiples of 16
+  int32_t n, k, experts, first_expert;
+  const int32_t* held;  // int32 [experts, 3], or null: out[e] stays as it is where held[e, 0] < 0
+};
+
+// [host] Launch it. Addresses, strides, n and k of rows are multiples of 16 bytes. Throw std::runtime_error if that
+// fails.
+void weight_grad(const WeightGrad& grad, int num_sms, cudaStream_t stream);
+
+}  // namespace ep::cuda
