@@ -181,7 +181,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
                          pointer<const int64_t>(topk_idx), pointer<const float>(grad_weights),
                          pointer<void>(grad_probs), pointer<CUstream_st>(stream));
         });
-#ifndef EP_WIRE_NVSHMEM  // that module's code is for no particular GPU
+#ifndef EP_WIRE_NVSHMEM  // a module with code of another library has none for a particular GPU
   m.def("float8_gemm",
         [](Address rows, Address scales, int num_rows, int length, Address weights, Address shifts, int64_t num_shifts,
            int64_t first, int64_t step, Address weight_scales, Address scale_addresses, int64_t scale_step,

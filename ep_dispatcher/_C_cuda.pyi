@@ -182,6 +182,41 @@ def map_to_columns(
     weights: int,
     stream: int,
 ) -> None: ...
+def float8_gemm(  # not in _C_nvshmem
+    rows: int,
+    scales: int,
+    num_rows: int,
+    length: int,
+    weights: int,
+    shifts: int,
+    num_shifts: int,
+    first: int,
+    step: int,
+    weight_scales: int,
+    scale_addresses: int,
+    scale_step: int,
+    scale_stride: int,
+    ends: int,
+    experts: int,
+    out: int,
+    columns: int,
+    bias: int,
+    bias_dtype: DType,
+    row_weights: int,
+    num_sms: int,
+    stream: int,
+) -> None: ...
+def weight_grad(  # not in _C_nvshmem
+    sets: Sequence[tuple[int, int, int, int, int, int]],
+    out: int,
+    n: int,
+    k: int,
+    experts: int,
+    first_expert: int,
+    held: int,
+    num_sms: int,
+    stream: int,
+) -> None: ...
 def slots_push(
     node: NodeSlots, copies: int, moves: Sequence[tuple[int, int, int, int, int, int]], num_blocks: int, stream: int
 ) -> None: ...

@@ -19,6 +19,7 @@ from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.moe import activation
 
 PACKAGE = Path(ep_dispatcher.__file__).parent
+FOR_HOPPER = ("float8_gemm", "weight_grad")  # whose code no module with NVSHMEM can have
 
 
 def built(name: str):
@@ -59,6 +60,8 @@ def names_of_the_module(module: ModuleType) -> dict[str, set[str]]:
 def test_a_stub_has_the_names_of_its_module(name):
     module = importlib.import_module(f"ep_dispatcher.{name}")
     stub, compiled = names_of_the_stub(name), names_of_the_module(module)
+    if name == "_C_nvshmem":
+        stub = {function: members for function, members in stub.items() if function not in FOR_HOPPER}
     for error, members in stub.items():  # C++ gives an exception its attributes when it raises it
         if members and issubclass(getattr(module, error, object), Exception):
             compiled[error] = members
