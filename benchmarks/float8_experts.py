@@ -4,18 +4,21 @@
     python benchmarks/float8_experts.py --cases 0 --rounds 3
 
 Decibels are those of grouped_mlp's results and gradients beside float64, for SwiGLU. Times are medians in microseconds
-of CUDA graphs of ten calls, both dtypes in turn; in brackets TFLOP/s of GEMMs, TB/s that others read and write.
+of CUDA graphs of ten calls, all sides in turn; in brackets TFLOP/s of GEMMs, TB/s that others read and write. "Triton"
+is our kernel for GPUs other than Hopper. PyTorch's scaled_grouped_mm has one scale for each row and column, "fast"
+without promoted sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ep_dispatcher.moe import float8_gemm, grouped_gemm
+from ep_dispatcher.moe import float8_gemm, grouped_gemm, hopper_gemm
 from ep_dispatcher.moe.activation import SWIGLU
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device
@@ -100,28 +103,19 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
     activated, first_pair = float8_gemm.quantize_rows(second, ends), float8_gemm.quantize_rows(first, ends)
     flop, entries, wide = 2 * num_rows * n * hidden, num_rows * hidden, num_rows * n
 
-    def both(amount: float, float8: Callable[[], object], bfloat16: Callable[[], object]) -> tuple:
-        return {"float8": amount, "bfloat16": amount}, {"float8": float8, "bfloat16": bfloat16}
+    def gemm(amount: float, pair, weights, bfloat16: Callable[[], object]) -> tuple:
+        call = partial(float8_gemm.linear, pair, weights, ends)
+        sides = {"float8": call, "bfloat16": bfloat16, "Triton": partial(by_triton, call)}
+        sides |= {name: partial(by_pytorch, pair, weights, ends, name == "fast") for name in ("PyTorch", "fast")}
+        return dict.fromkeys(sides, amount), sides
 
     def alone(amount: float, call: Callable[[], object]) -> tuple:
         return {"float8": amount}, {"float8": call}
 
     return {
-        "w1, forward": both(
-            flop,
-            lambda: float8_gemm.linear(pair, of_w1, ends),
-            lambda: grouped_gemm.linear(rows, w1, ends),
-        ),
-        "w2, forward": both(
-            flop / 2,
-            lambda: float8_gemm.linear(activated, of_w2, ends),
-            lambda: grouped_gemm.linear(second, w2, ends),
-        ),
-        "w1, grad of rows": both(
-            flop,
-            lambda: float8_gemm.linear_grad_rows(first_pair, of_w1, ends),
-            lambda: grouped_gemm.linear_grad_rows(first, w1, ends),
-        ),
+        "w1, forward": gemm(flop, pair, of_w1, lambda: grouped_gemm.linear(rows, w1, ends)),
+        "w2, forward": gemm(flop / 2, activated, of_w2, lambda: grouped_gemm.linear(second, w2, ends)),
+        "w1, grad of rows": gemm(flop, first_pair, of_w1.t(), lambda: grouped_gemm.linear_grad_rows(first, w1, ends)),
         "activate": (
             {"float8": 2.5 * wide, "bfloat16": 3 * wide},
             {
@@ -133,6 +127,20 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
         "dequantize_rows": alone(3 * entries, lambda: float8_gemm.dequantize_rows(pair, ends)),
         "quantize_weights": alone(4 * w1.numel(), lambda: float8_gemm.quantize_weights(w1)),
     }
+
+
+def by_triton(call: Callable[[], object]) -> None:
+    """Call with the kernel for other GPUs."""
+    usual, hopper_gemm.num_sms = hopper_gemm.num_sms, lambda device: 0  # type: ignore[assignment]
+    call()
+    hopper_gemm.num_sms = usual  # type: ignore[assignment]
+
+
+def by_pytorch(pair, weights, ends: torch.Tensor, is_fast: bool) -> torch.Tensor:
+    """The same GEMM with scales of 1."""
+    ones = torch.ones(pair[0].shape[0], device=DEVICE), torch.ones(weights.rows.shape[:2], device=DEVICE)
+    options = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+    return torch._scaled_grouped_mm(pair[0], weights.rows.transpose(-2, -1), *ones, **options)
 
 
 if __name__ == "__main__":

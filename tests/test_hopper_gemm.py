@@ -48,7 +48,7 @@ def by_both(monkeypatch, call) -> tuple[Tensor, Tensor]:
         triton_fails.setattr(grouped_gemm.kernels(), "outer_products", None)
         compiled = call()
     with monkeypatch.context() as on_others:
-        on_others.setattr(hopper_gemm, "_num_sms", lambda device: 0)
+        on_others.setattr(hopper_gemm, "num_sms", lambda device: 0)
         return compiled, call()
 
 
@@ -152,7 +152,7 @@ def on_hopper(monkeypatch) -> list[tuple]:
         float8_gemm=lambda *a: called.append(a), weight_grad=lambda *a: called.append(a), DType=types
     )
     monkeypatch.setattr(hopper_gemm, "_compiled", compiled)
-    monkeypatch.setattr(hopper_gemm, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper_gemm, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 11, raising=False)
     hopper_gemm._dtype.cache_clear()
     yield called

@@ -33,7 +33,7 @@ _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENG
 
 
 @functools.cache
-def _num_sms(device: int) -> int:
+def num_sms(device: int) -> int:
     """Return the number of a GPU's multiprocessors, 0 if the kernels do not run there."""
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count if _compiled is not None and (found.major, found.minor) == (9, 0) else 0
@@ -44,7 +44,7 @@ def takes_float8(rows: Tensor, weights: QuantizedMatrices, out: Tensor) -> bool:
     return (
         rows.shape[0] > FEW_ROWS * num_matrices(weights.rows)
         and out.shape[1] * out.itemsize % LINE_BYTES == 0  # it stores so many bytes at a time
-        and _num_sms(rows.get_device()) > 0
+        and num_sms(rows.get_device()) > 0
     )
 
 
@@ -84,7 +84,7 @@ def multiply_float8(
         _address(bias),
         _dtype(torch.float32 if bias is None else bias.dtype),
         _address(row_weights),
-        _num_sms(device),
+        num_sms(device),
         torch._C._cuda_getCurrentRawStream(device),
     )
 
@@ -104,7 +104,7 @@ def add_weight_grads(
     """Add what grouped_gemm.linear_grad_weights adds to `out`. False: nothing is done, the Triton kernel is faster."""
     _, first_rows, _ = sets[0]
     device, num_rows = first_rows.get_device(), sum(rows.shape[0] for _, rows, _ in sets)
-    is_for_others = out[0].dtype != torch.float32 or first_rows.dtype != torch.bfloat16 or not _num_sms(device)
+    is_for_others = out[0].dtype != torch.float32 or first_rows.dtype != torch.bfloat16 or not num_sms(device)
     if is_for_others or num_rows <= FEW_GRAD_ROWS * num_matrices(out):
         return False
     table, is_aligned = address_table(out, first_rows.device)
@@ -117,7 +117,15 @@ def add_weight_grads(
             row_bytes = grad.stride(0) * grad.itemsize, rows.stride(0) * rows.itemsize
             given.append((*places, *row_bytes, rows.shape[0], ends.data_ptr()))
     n, k = matrix_shape(out)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    held_address, num_sms = _address(held), _num_sms(device)
-    _compiled.weight_grad(given, table.data_ptr(), n, k, num_matrices(out), first_expert, held_address, num_sms, stream)
+    _compiled.weight_grad(
+        given,
+        table.data_ptr(),
+        n,
+        k,
+        num_matrices(out),
+        first_expert,
+        _address(held),
+        num_sms(device),
+        torch._C._cuda_getCurrentRawStream(device),
+    )
     return True
