@@ -3,6 +3,7 @@
 Results of real kernels are in test_grouped_gemm.py and test_float8_gemm.py, which launch most of them twice.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -29,12 +30,12 @@ def kernel_launch(monkeypatch):
     for name in ("triton", "triton.tools", "triton.tools.tensor_descriptor"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["triton.tools.tensor_descriptor"].TensorDescriptor = Descriptor
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
+    sys.modules["triton"].knobs = SimpleNamespace(runtime=hooks)
     monkeypatch.delitem(sys.modules, "ep_dispatcher.moe.kernel_launch", raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    from ep_dispatcher.moe import kernel_launch
-
-    yield kernel_launch
+    yield importlib.import_module("ep_dispatcher.moe.kernel_launch")  # `from` would take the one of the test before
     sys.modules.pop("ep_dispatcher.moe.kernel_launch", None)
 
 
@@ -49,13 +50,31 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.by_triton.append((grid, arguments, options))
-            compiled = SimpleNamespace(arguments=self.by_triton[-1])
-            return type("Compiled", (), {"__getitem__": lambda _, grid: self.note(compiled, grid)})()
+            return Compiled(arguments, self.direct)
 
         return launch
 
-    def note(self, compiled, grid):
-        return lambda *arguments, stream: self.direct.append((compiled.arguments[1], grid, arguments, stream))
+
+class Compiled:
+    """Stands for Triton's CompiledKernel, whose launches are the same either way."""
+
+    function, packed_metadata = 5, (4, 1)
+
+    def __init__(self, first, launches):
+        self.first, self.launches = first, launches
+
+    def __getitem__(self, grid):
+        hooks = sys.modules["triton"].knobs.runtime
+        described = hooks.launch_enter_hook, hooks.launch_exit_hook
+        launched = self.function, self.packed_metadata, "described", *described
+        return lambda *arguments, stream: self.run(*grid, stream, *launched, *arguments)
+
+    def run(self, x, y, z, stream, function, metadata, described, enter, leave, *arguments):
+        assert (function, metadata) == (self.function, self.packed_metadata)
+        for hook in filter(None, (enter, leave)):
+            for call in hook.calls:
+                call(described)
+        self.launches.append((self.first, (x, y, z), arguments, stream))
 
 
 def inputs(module, **changed):
@@ -109,3 +128,16 @@ def test_hooks_that_triton_calls_before_a_launch_are_called(kernel_launch):
     for _ in range(2):
         launch((1, 1, 1), configuration, *inputs(kernel_launch))
     assert len(kernel.by_triton) == 2 and not kernel.direct
+
+
+def test_a_profiler_sees_every_launch(kernel_launch):
+    kernel, seen = Kernel(), []
+    launch, configuration = kernel_launch.Launcher(kernel), kernel_launch.Configuration(dict(BLOCK=128, WIDE=False))
+    calls = sys.modules["triton"].knobs.runtime.launch_enter_hook.calls
+    for is_profiled in (False, False, True, False):
+        calls[:] = [seen.append] * is_profiled
+        launch((2, 3, 4), configuration, *inputs(kernel_launch))
+    assert seen == ["described"] and len(kernel.by_triton) == 1
+    direct = [launched[1:] for launched in kernel.direct]
+    assert direct[0][0] == (2, 3, 4) and direct[0][2] == 77 and len(direct) == 3
+    assert all(one[1][2:] == direct[0][1][2:] for one in direct)

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -66,7 +67,12 @@ class Launcher:
             self._launch_by_triton(grid, configuration, arguments, key)
         else:
             compiled, constants = found
-            compiled[grid](*arguments, *constants, stream=torch._C._cuda_getCurrentRawStream(device))
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            if _has_hooks():
+                compiled[grid](*arguments, *constants, stream=stream)
+            else:  # that is what compiled[grid] does; it describes each launch to hooks, also where there are none
+                launched = compiled.function, compiled.packed_metadata
+                compiled.run(*grid, stream, *launched, None, None, None, *arguments, *constants)
 
     def _launch_by_triton(
         self, grid: tuple[int, int, int], configuration: Configuration, arguments: tuple[Any, ...], key: Hashable
@@ -77,6 +83,12 @@ class Launcher:
         if compiled is not None:  # None: TRITON_INTERPRET=1
             names = self._kernel.arg_names[len(arguments) :]
             self._compiled[key] = compiled, [configuration.constants[name] for name in names]
+
+
+def _has_hooks() -> bool:
+    """Return whether somebody looks at launches of Triton, such as a profiler."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _kind(argument: Any) -> Hashable:
