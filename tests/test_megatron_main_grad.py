@@ -136,6 +136,33 @@ def test_main_grad_without_a_wrapper(rank, mode):
 
 
 @on_ranks()
+def test_main_grad_may_be_replaced_or_move(rank):
+    """The next backward finds it: its memory was freed and allocated again, or it is another tensor."""
+    with switched_on() as printed:
+        config = make_config(**GROUPED)
+        config.gradient_accumulation_fusion = True
+        layer = make_grouped_layer(config)
+        weights = list(layer.experts.parameters())
+        memory = torch.zeros(sum(weight.numel() for weight in weights))
+        for weight, part in zip(weights, memory.split([weight.numel() for weight in weights])):
+            weight.main_grad = part.view(weight.shape)
+        step(layer, tokens_of(rank))
+        before = memory.clone()
+        memory.untyped_storage().resize_(0)
+        in_the_way = torch.ones_like(before)
+        memory.untyped_storage().resize_(before.nbytes)
+        memory.zero_()
+        step(layer, tokens_of(rank))
+        assert before.any() and torch.equal(memory, before) and (in_the_way == 1).all()
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight)
+        step(layer, tokens_of(rank))
+        assert torch.equal(torch.cat([weight.main_grad.flatten() for weight in weights]), before)
+        assert torch.equal(memory, before)
+        assert rank or "1 of 1 MoE layers" in printed.getvalue()
+
+
+@on_ranks()
 def test_a_layer_may_be_dropped_before_its_backward(rank: int):
     """The graph has all that the gradients need."""
     config = make_config(**GROUPED)

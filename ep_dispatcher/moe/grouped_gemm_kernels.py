@@ -25,8 +25,10 @@ from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
     BiasGradInputs,
     ExpertMatrices,
+    KeptMatrices,
     WeightGradInputs,
     WithCopies,
+    addresses_of,
     lowest_and_shifts,
     num_matrices,
     step_of,
@@ -90,6 +92,19 @@ def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix,
         if even_step is not None:  # as below, without a tuple of all shifts
             num_shifts = (num_matrices(weights) - 1) * even_step + 1
             return _in_shifts(weights, num_shifts, block), None, 0, even_step
+    if type(weights) is not KeptMatrices:
+        return _describe_separate(weights, block)
+    addresses, of_block = addresses_of(weights), tuple(block)
+    found = weights.descriptions.get(of_block)
+    if found is not None and found[0] == addresses:
+        return found[1]
+    description = _describe_separate(weights, block)
+    if any(description[0].base is one for one in weights):  # otherwise it is of copies
+        weights.descriptions[of_block] = addresses, description
+    return description
+
+
+def _describe_separate(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix, Tensor | None, int, int]:
     base, shifts = lowest_and_shifts(weights)
     num_shifts, table, first, step = _shift_table(shifts, base.device)
     return _in_shifts(base, num_shifts, block), table, first, step

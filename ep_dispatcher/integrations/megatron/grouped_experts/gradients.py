@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from ep_dispatcher.integrations.megatron.dispatcher import graphs, megatron_config, registration
 from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import MegatronExperts
+from ep_dispatcher.moe.expert_matrices import KeptMatrices
 from ep_dispatcher.moe.grouped_mlp import Parameters, WriteGrads
 
+_requires_grad, _main_grad = attrgetter("requires_grad"), attrgetter("main_grad")
 TakeGrads = Callable[[WriteGrads], Tensor | None]  # writes the gradients, and may return that of the anchor
 
 
@@ -41,6 +44,8 @@ class Gradients:
         self._is_delivered = False  # whether a backward has called _deliver_in_graph, so that the anchor's hook is next
         self._anchor: Any = None  # the one weight that autograd sees, if CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
+        self._main_grads: Parameters | None = None  # what ``main_grads`` has returned, and in one list
+        self._flat_main_grads: list[Tensor] = []
 
     def take(
         self, experts: MegatronExperts, parameters: Parameters, *, runs_dispatch: bool
@@ -51,12 +56,12 @@ class Gradients:
         experts run dispatch and combine. Then communication of the backward overlaps with these gradients anyway.
         """
         tensors, config = parameters.flat(), experts.config
-        if not all(one.requires_grad for one in tensors):
+        if not all(map(_requires_grad, tensors)):
             return None, None
         fused = config.gradient_accumulation_fusion and hasattr(tensors[0], "main_grad")
         overlaps = megatron_config.has_overlapped_wgrad(config) and not runs_dispatch
         if overlaps or getattr(config, "delay_wgrad_compute", False):
-            return lambda write: self.delayed.append(lambda: _deliver(experts, write, parameters, fused)), None
+            return lambda write: self.delayed.append(lambda: self._deliver(experts, write, parameters, fused)), None
         if not fused:
             return None, None
         if megatron_config.can_capture_layers(config):
@@ -73,7 +78,34 @@ class Gradients:
 
                 anchor.register_post_accumulate_grad_hook(after_backward)
             return functools.partial(self._deliver_in_graph, parameters), anchor
-        return lambda write: _deliver(experts, write, parameters, True), None
+        return lambda write: self._deliver(experts, write, parameters, True), None
+
+    def _deliver(self, experts: MegatronExperts, write: WriteGrads, parameters: Parameters, fused: bool) -> None:
+        """Write the gradients where Megatron looks for them, and call its hooks."""
+        tensors: list[Any] = parameters.flat()
+        if fused:
+            # The flag is False from when main_grad was filled with zeros until something is added.
+            accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
+            write(self.main_grads(parameters), accumulate)
+            _mark_added(tensors)
+        else:
+            grads = parameters.empty_like()
+            write(grads, False)
+            for one, grad in zip(tensors, grads.flat()):
+                one.grad = grad if one.grad is None else one.grad + grad
+        _run_hooks(experts, tensors, fused)
+
+    def main_grads(self, parameters: Parameters) -> Parameters:
+        """Return the main_grad of each parameter. Those of DistributedDataParallel are parts of one tensor."""
+        found = list(map(_main_grad, parameters.flat()))
+        held = self._flat_main_grads
+        if self._main_grads is None or len(found) != len(held) or not all(map(is_, found, held)):
+            storages = {one.untyped_storage().data_ptr() for one in found}
+            fields = parameters.unflatten(found)
+            together = len(storages) == 1
+            kept: list[Any] = [None if field is None else KeptMatrices(field, together) for field in fields]
+            self._main_grads, self._flat_main_grads = Parameters(*kept), found
+        return self._main_grads
 
     def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
         """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
@@ -82,7 +114,7 @@ class Gradients:
         zeros before a step. Then autograd accumulates the anchor's gradient, and ``after_backward`` does the rest.
         """
         tensors: list[Any] = parameters.flat()
-        write(parameters.unflatten([one.main_grad for one in tensors]), True)
+        write(self.main_grads(parameters), True)
         _mark_added(tensors)
         self._is_delivered = True
         return _dummy(parameters.w2[0]).detach()
@@ -105,22 +137,6 @@ class Gradients:
             anchor.grad = None  # a dummy
 
 
-def _deliver(experts: MegatronExperts, write: WriteGrads, parameters: Parameters, fused: bool) -> None:
-    """Write the gradients where Megatron looks for them, and call its hooks."""
-    tensors: list[Any] = parameters.flat()
-    if fused:
-        # The flag is False from when main_grad was filled with zeros until something is added.
-        accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
-        write(parameters.unflatten([one.main_grad for one in tensors]), accumulate)
-        _mark_added(tensors)
-    else:
-        grads = parameters.empty_like()
-        write(grads, False)
-        for one, grad in zip(tensors, grads.flat()):
-            one.grad = grad if one.grad is None else one.grad + grad
-    _run_hooks(experts, tensors, fused)
-
-
 def _run_hooks(experts: MegatronExperts, weights: list[Any], fused: bool) -> None:
     """Run the hooks of Megatron's DistributedDataParallel that autograd's accumulation would run."""
     ddp = experts.ddp()
@@ -138,8 +154,11 @@ def _run_hooks(experts: MegatronExperts, weights: list[Any], fused: bool) -> Non
 
 
 def _mark_added(weights: list[Any]) -> None:
-    """Set the flag of each weight by which Megatron sees that its gradient is in main_grad."""
-    if hasattr(weights[0], "grad_added_to_main_grad"):
+    """Set the flag of each weight by which Megatron sees that its gradient is in main_grad.
+
+    Megatron clears it for all weights at once, so all have it if one has.
+    """
+    if not getattr(weights[0], "grad_added_to_main_grad", True):
         for weight in weights:
             weight.grad_added_to_main_grad = True
 
