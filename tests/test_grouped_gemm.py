@@ -101,6 +101,14 @@ def test_kept_matrices_are_described_again_where_they_have_moved():
     assert describe_weights(kept, [4, 8])[0].base[0, 0] == 1, "copied anew"
 
 
+def test_ends_are_those_of_the_counts(engine):
+    counts = torch.tensor([3, 0, 5, 1], device=device_of(engine, 0))
+    for rows in (torch.zeros(9, 8, dtype=dtype, device=counts.device) for dtype in (torch.bfloat16, torch.float32)):
+        for given in (counts, counts[:1], counts.new_zeros(4)):
+            ends = grouped_gemm.ends_of(given, rows)
+            assert ends.dtype == torch.int32 and torch.equal(ends, given.cumsum(0).int())
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("n, k, dtype", [(48, 72, torch.bfloat16), (304, 128, torch.float16), (264, 40, torch.float32)])
 def test_each_row_meets_the_weights_of_its_expert(ends, place, n, k, dtype):

@@ -20,7 +20,8 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     out = hidden.new_empty(num_rows, columns)
     if num_rows:
         configuration = _activation_configuration(activation)
-        _launch_activate((num_rows, 1, 1), configuration, hidden, row_weights, ends[-1:], out, columns)
+        inputs = hidden, row_weights, ends
+        _launch_activate((num_rows, 1, 1), configuration, *inputs, out, columns, ends.shape[0])
     return out
 
 
@@ -118,14 +119,15 @@ def linear_value(up, ACT: tl.constexpr):
 def _activate(
     hidden,
     row_weights,
-    end,
+    ends,
     out,
     columns,
+    experts,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(end):
+    if row >= tl.load(ends + experts - 1):
         return
     weight = tl.load(row_weights + row)
     hidden += row * columns * ACT.pair

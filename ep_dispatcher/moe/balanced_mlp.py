@@ -26,7 +26,6 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -170,7 +169,7 @@ class _BalancedMlp(Function):
             row_weights, scales = received.topk_weights, received.scales
             assert row_weights is not None  # as topk_weights was given
             rows = received.rows if scales is None else QuantizedRows(received.rows, scales)
-            ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
+            ends = grouped_gemm.ends_of(received.tokens_per_expert, received.rows)
             b1, b2 = with_copies(own.b1, in_slots.b1), with_copies(own.b2, in_slots.b2)
             hidden = gemms.linear(rows, own.w1, ends, own.b1)
             side.main_waits()

@@ -87,7 +87,8 @@ def quantize(
     num_rows, columns = out.rows.shape
     if num_rows:
         grid = (cdiv(num_rows, TILE_ROWS), cdiv(columns, 128), 1)
-        _launch_quantize(grid, _row_configuration(activation), rows, row_weights, ends[-1:], *out, columns)
+        configuration = _row_configuration(activation)
+        _launch_quantize(grid, configuration, rows, row_weights, ends, *out, columns, ends.shape[0])
 
 
 @functools.cache
@@ -99,21 +100,21 @@ def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
     num_rows, columns = rows.shape
     if num_rows:
         grid = (cdiv(num_rows, TILE_ROWS), cdiv(columns, 128), 1)
-        _launch_dequantize(grid, _DEQUANTIZE, rows, scales, ends[-1:], out, columns)
+        _launch_dequantize(grid, _DEQUANTIZE, rows, scales, ends, out, columns, ends.shape[0])
 
 
 @triton.jit
-def _place(last, columns, TILE_ROWS: tl.constexpr):
+def _place(ends, experts, columns, TILE_ROWS: tl.constexpr):
     """Return the rows and columns of a tile, which of its rows exist, and which of its entries."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside_m = row < tl.load(last)
+    inside_m = row < tl.load(ends + experts - 1)
     return row, column, inside_m, inside_m[:, None] & (column < columns)[None, :]
 
 
 @triton.jit
-def _quantize(x, row_weights, last, rows, scales, columns, ACT: tl.constexpr, TILE_ROWS: tl.constexpr):
-    row, column, inside_m, inside = _place(last, columns, TILE_ROWS)
+def _quantize(x, row_weights, ends, rows, scales, columns, experts, ACT: tl.constexpr, TILE_ROWS: tl.constexpr):
+    row, column, inside_m, inside = _place(ends, experts, columns, TILE_ROWS)
     if ACT is None:
         at = x + row.to(tl.int64)[:, None] * columns + column[None, :]
         value = tl.load(at, inside, 0).to(tl.float32)
@@ -131,8 +132,8 @@ def _quantize(x, row_weights, last, rows, scales, columns, ACT: tl.constexpr, TI
 
 
 @triton.jit
-def _dequantize(rows, scales, last, out, columns, TILE_ROWS: tl.constexpr):
-    row, column, inside_m, inside = _place(last, columns, TILE_ROWS)
+def _dequantize(rows, scales, ends, out, columns, experts, TILE_ROWS: tl.constexpr):
+    row, column, inside_m, inside = _place(ends, experts, columns, TILE_ROWS)
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     scale = tl.load(scales + row.to(tl.int64) * tl.cdiv(columns, BLOCK) + tl.program_id(1), inside_m, 0)
     tile = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale[:, None]

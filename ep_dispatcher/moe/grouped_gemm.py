@@ -31,11 +31,22 @@ from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.expert_matrices import BiasGradInputs, ExpertMatrices, WeightGradInputs, matrix_shape
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_ROW_DTYPES = (*KERNEL_DTYPES, torch.float8_e4m3fn)  # of rows that go to a Triton kernel of this package
 
 
 def has_kernels(rows: Tensor) -> bool:
     """Return whether the Triton kernels take these rows. Loops take all others, and on a GPU they wait for `ends`."""
     return rows.is_cuda and rows.dtype in KERNEL_DTYPES
+
+
+def ends_of(counts: Tensor, rows: Tensor) -> Tensor:
+    """Return `ends` for experts with these numbers of rows, int64 [num_experts], on the device of the rows.
+
+    On a GPU it is one kernel, where PyTorch launches two: one converts the counts.
+    """
+    if counts.is_cuda and rows.is_cuda and rows.dtype in _ROW_DTYPES:
+        return kernels().ends_of(counts)
+    return counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
 
 
 def linear(

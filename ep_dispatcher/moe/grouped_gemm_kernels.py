@@ -166,7 +166,7 @@ def multiply(
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
     # The kernel's copies, copy_shifts, copy_first, copy_step and num_own.
     copy_arguments: tuple[Any, ...] = (None, None, None, None, None)
-    if isinstance(weights, WithCopies):
+    if type(weights) is WithCopies:  # isinstance takes the host 1 us, because it is an abstract class's
         copy_arguments = *describe_weights(weights.copies, block), num_matrices(weights.own)
         weights = weights.own
     descriptor, shifts, first, step = describe_weights(weights, block)
@@ -195,6 +195,26 @@ def multiply(
         first_expert,
         *copy_arguments,
     )
+
+
+def ends_of(counts: Tensor) -> Tensor:
+    """Return the end of each expert's rows, int32, from the numbers of rows."""
+    counts = counts.contiguous()
+    ends, experts = torch.empty_like(counts, dtype=torch.int32), counts.shape[0]
+    _launch_ends((1, 1, 1), _ends_configuration(next_power_of_2(experts)), counts, ends, experts)
+    return ends
+
+
+@functools.cache
+def _ends_configuration(experts: int) -> Configuration:
+    return Configuration(dict(EXPERTS=experts), num_warps=1)
+
+
+@triton.jit
+def _write_ends(counts, ends, experts, EXPERTS: tl.constexpr):
+    e = tl.arange(0, EXPERTS)
+    count = tl.load(counts + e, e < experts, 0).to(tl.int32)
+    tl.store(ends + e, tl.cumsum(count), e < experts)
 
 
 @functools.cache
@@ -474,9 +494,7 @@ def outer_products(
         if not accumulate:
             torch._foreach_zero_(list(out))
         return
-    total_rows = sum(rows.shape[0] for _, rows, _ in sets)
-    tiles = ADDED_TILES if accumulate else STORED_TILES
-    tile = next(tile for max_rows, tile in tiles.items() if total_rows <= max_rows * experts)
+    tile = _outer_tile(sum([rows.shape[0] for _, rows, _ in sets]), experts, accumulate)
     grad, rows, ends, num_rows = _describe_rows(sets[0], tile)
     addresses, is_aligned = address_table(out, ends.device)
     second_set = _describe_rows(sets[1], tile) if len(sets) > 1 else (None, None, None, None)
@@ -495,6 +513,11 @@ def outer_products(
         held,
         *second_set,
     )
+
+
+def _outer_tile(num_rows: int, experts: int, accumulate: bool) -> Tile:
+    tiles = ADDED_TILES if accumulate else STORED_TILES
+    return tiles[next(max_rows for max_rows in tiles if num_rows <= max_rows * experts)]
 
 
 def _describe_rows(inputs: WeightGradInputs, tile: Tile) -> tuple[Matrix, Matrix, Tensor, int]:
@@ -697,4 +720,4 @@ def _bias_grads(
 
 
 _launch_multiply, _launch_outer_products = Launcher(_multiply), Launcher(_outer_products)
-_launch_bias_grads = Launcher(_bias_grads)
+_launch_bias_grads, _launch_ends = Launcher(_bias_grads), Launcher(_write_ends)

@@ -240,7 +240,7 @@ class _MlpInParts(torch.autograd.Function):
                 assert received.topk_weights is not None  # because the request has some
                 if not has_plans:
                     handles.append(new_handle(buffer.live_engine(), requests[i], received))
-                ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
+                ends = grouped_gemm.ends_of(received.tokens_per_expert, received.rows)
                 rows, saved_forward = forward_rows(received.rows, received.topk_weights, ends, mlp, received.scales)
                 results.append(rows)
                 if len(dispatched) < num_parts:

@@ -34,6 +34,7 @@ from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import
 from ep_dispatcher.integrations.megatron.grouped_experts.module_snapshot import ModuleSnapshot
 from ep_dispatcher.integrations.messages import print_on_first_rank
 from ep_dispatcher.moe import overlap
+from ep_dispatcher.moe.grouped_gemm import ends_of
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.moe.overlap import resolve_num_parts
 
@@ -156,7 +157,7 @@ class Experts(MegatronExperts):
             inputs, counts = counts.with_anchor(rows), counts.counts
         else:
             inputs = rows.contiguous()
-        ends = counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+        ends = ends_of(counts, rows)
         (out,) = grouped_mlp([(inputs, probs.float(), ends)], parameters, **options)
         return out, None
 
