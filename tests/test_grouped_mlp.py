@@ -107,3 +107,12 @@ def test_a_changed_weight_is_found_by_the_backward(device):
 def test_other_dtypes_are_refused(device):
     (*given, w2), _ = make_inputs(device)
     assert_refused("w2", run, *given, [w.float() for w in w2])
+
+
+def test_second_derivatives_are_refused(device):
+    given, _ = make_inputs(device)
+    rows, *_ = given
+    out = run(*given)
+    (grad,) = torch.autograd.grad(out.float().square().sum(), [rows], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

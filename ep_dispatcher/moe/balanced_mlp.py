@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import recompute
 from ep_dispatcher.argument_types import QuantizeBlocks
@@ -65,6 +64,7 @@ from ep_dispatcher.moe.slot_contents import (
     weights_to_push,
     with_copies,
 )
+from ep_dispatcher.observers import light_apply, once_differentiable
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest
 
@@ -113,7 +113,7 @@ def balanced_mlp(
     if handles is None:
         handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request)
     inputs = mlp.autograd_inputs(x, topk_weights)
-    return _BalancedMlp.apply(x, topk_weights, buffer, request, handles, mlp, slots, *inputs)
+    return _apply_balanced_mlp(x, topk_weights, buffer, request, handles, mlp, slots, *inputs)
 
 
 def _gemms(mlp: Mlp) -> ModuleType:
@@ -290,6 +290,9 @@ class _BalancedMlp(Function):
             if grad_topk_weights is not None:
                 grad_topk_weights = grad_topk_weights.clone()  # that memory belongs to the side stream
         return grad_x, grad_topk_weights, None, None, None, None, None, *parameter_grads
+
+
+_apply_balanced_mlp = light_apply(_BalancedMlp)
 
 
 class _Once:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks
 from ep_dispatcher.float8 import QuantizedRows
@@ -18,6 +17,7 @@ from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape, num_matrices
 from ep_dispatcher.moe.gradients import clear_unused_rows
+from ep_dispatcher.observers import light_apply, once_differentiable
 
 
 class Parameters(NamedTuple):
@@ -77,7 +77,8 @@ WriteGrads = Callable[[Parameters, bool], None]
 Float8 = tuple[QuantizedMatrices, QuantizedMatrices]  # w1 and w2, quantized
 
 
-@dataclass(frozen=True, eq=False)
+# Each forward pass makes one, and a frozen dataclass takes four times as long to make.
+@dataclass(eq=False)
 class Mlp:
     """What a forward pass needs besides its rows: the parameters, and how their gradients are taken."""
 
@@ -168,7 +169,7 @@ def grouped_mlp(
     dtype = torch.bfloat16 if row_inputs[0] is None else row_inputs[0].dtype
     mlp = make_mlp(dtype, parameters, **options)
     last_inputs = mlp.autograd_inputs(*(t for t in row_inputs if t is not None))
-    return _GroupedMlp.apply(mlp, len(sets), *row_inputs, *last_inputs)
+    return _apply_grouped_mlp(mlp, len(sets), *row_inputs, *last_inputs)
 
 
 def make_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
@@ -176,7 +177,7 @@ def make_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
     mlp = Mlp(parameters, **options)
     if mlp.float8 is not None and dtype != torch.bfloat16:
         checks.refuse(f"float8 is given with rows of {dtype}, but needs torch.bfloat16 or quantized ones")
-    for name, parameter in parameters._asdict().items():
+    for name, parameter in zip(Parameters._fields, parameters):
         if parameter is not None and parameter[0].dtype != dtype:
             checks.fail(name, parameter[0].dtype, f"{dtype}, the dtype of the rows")
     for name, quantized, parameter in zip(("w1", "w2"), mlp.float8 or (), parameters):
@@ -380,3 +381,6 @@ class _GroupedMlp(torch.autograd.Function):
         needs_grad_parameters = any(ctx.needs_input_grad[first_parameter:])
         grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_grad_parameters)
         return None, None, *grad_row_inputs, *grad_last_inputs
+
+
+_apply_grouped_mlp = light_apply(_GroupedMlp)

@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.argument_types import QuantizeBlocks
@@ -61,6 +60,7 @@ from ep_dispatcher.moe.grouped_mlp import (
     make_mlp,
     write_parameter_grads,
 )
+from ep_dispatcher.observers import light_apply, once_differentiable
 from ep_dispatcher.outputs import new_handle
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received
 
@@ -192,7 +192,7 @@ def mlp_in_parts(
     if handles is None:
         handles = [] if buffer.caller_keeps_plans else recompute.handles_for(engine, request, num_parts)
     inputs = mlp.autograd_inputs(x, topk_weights)
-    return _MlpInParts.apply(x, topk_weights, buffer, request, handles, mlp, num_parts, overlap, *inputs)
+    return _apply_in_parts(x, topk_weights, buffer, request, handles, mlp, num_parts, overlap, *inputs)
 
 
 _FIRST_PARAMETER = 9  # among the inputs of _MlpInParts, from x on
@@ -329,6 +329,9 @@ class _MlpInParts(torch.autograd.Function):
             # After the join, because it reads memory of the side stream.
             grad_weights = torch.cat(grad_topk_weights) if needs_dispatch_backward else None
         return grad_x, grad_weights, None, None, None, None, None, None, *grad_last_inputs
+
+
+_apply_in_parts = light_apply(_MlpInParts)
 
 
 class _Operations:

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, engines
 from ep_dispatcher.addressable import as_addressable
 from ep_dispatcher.errors import UnknownExpertError
-from ep_dispatcher.observers import apply_without_functorch, is_observed
+from ep_dispatcher.observers import apply_without_functorch, is_observed, once_differentiable
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
