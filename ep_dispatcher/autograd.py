@@ -35,7 +35,7 @@ from ep_dispatcher.custom_ops import (
 from ep_dispatcher.float8 import Float8Rows, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
 from ep_dispatcher.observers import apply_without_functorch, is_observed, needs_no_autograd, refuse_transforms
-from ep_dispatcher.outputs import combine_output, dispatch_output
+from ep_dispatcher.outputs import dispatch_output
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Received, with_anchor
 
 if TYPE_CHECKING:
@@ -405,5 +405,8 @@ def combine(
     refuse_decode_handle(handle)
     engine = buffer.live_engine()
     request = combine_request(engine, y, handle, topk_weights)
-    res = combine_output(engine, request, _differentiable_combine(buffer, request))
-    return res.x if res.topk_weights is None else (res.x, res.topk_weights)
+    combined = _differentiable_combine(buffer, request)
+    if topk_weights is None:
+        return combined.x
+    assert combined.topk_weights is not None  # as some were given
+    return combined.x, combined.topk_weights

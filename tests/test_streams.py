@@ -1,6 +1,7 @@
 """Streams that follow each other, and the scope that makes one the current stream: with stand-ins, and on a GPU."""
 
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,8 +36,10 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch) -> Machine:
-    return Machine(monkeypatch)
+def machine(monkeypatch) -> Iterator[Machine]:
+    streams._stream_at.cache_clear()
+    yield Machine(monkeypatch)
+    streams._stream_at.cache_clear()  # of streams that were none
 
 
 def stream_of(parts: tuple[int, int, int]) -> types.SimpleNamespace:
@@ -170,3 +173,10 @@ def test_a_stream_waits_for_what_another_one_was_given():
     number.zero_()
     take_turns()
     assert (number.cpu() == expected).all(), "after a capture too"
+
+
+def test_the_object_of_a_stream_is_made_once(machine):
+    made = [streams.current_stream(0) for machine.current in (MAIN, SIDE, MAIN, SIDE)]
+    assert made == [MAIN, SIDE, MAIN, SIDE]
+    before = streams._stream_at.cache_info().misses
+    assert streams.current_stream(0) is machine.current and streams._stream_at.cache_info().misses == before

@@ -8,6 +8,7 @@ whether an integer is 1, a multiple of 16, or longer than 32 bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -79,8 +80,7 @@ class Launcher:
             if argument is None:
                 kinds.append(None)
             elif kind is int:
-                is_long = not -(2**31) <= argument < 2**31
-                kinds.append((not argument & 15) | (argument == 1) << 1 | is_long << 2)
+                kinds.append(_kind_of_integer(argument))
             elif kind is Matrix:
                 kinds.append((argument.base.dtype, *argument.block_shape))
                 matrices.append(len(values))
@@ -114,6 +114,12 @@ class Launcher:
             names = self._kernel.arg_names[len(arguments) :]
             constants = [configuration.constants[name] for name in names]
             self._compiled[key] = _Compiled(kernel, constants, DirectLaunch.of(kernel, [*arguments, *constants]))
+
+
+@functools.lru_cache(4096)  # to find it takes half as long as to compute it
+def _kind_of_integer(argument: int) -> int:
+    is_long = not -(2**31) <= argument < 2**31
+    return (not argument & 15) | (argument == 1) << 1 | is_long << 2
 
 
 def _has_hooks() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +43,16 @@ def side_stream(device: int) -> torch.cuda.Stream:
             if _side_streams[key].cuda_stream not in used_addresses:
                 break
     return _side_streams[key]
+
+
+def current_stream(device: int) -> torch.Stream:
+    """Return the current stream of a device. PyTorch makes a new object for it in each call, in Python."""
+    return _stream_at(device, torch._C._cuda_getCurrentRawStream(device))
+
+
+@functools.lru_cache(256)
+def _stream_at(device: int, address: int) -> torch.Stream:  # the address of the current stream
+    return torch.accelerator.current_stream(device)
 
 
 _NO_SCOPE = nullcontext()

@@ -31,6 +31,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, recompute
 from ep_dispatcher.buffer import find_buffer
+from ep_dispatcher.engines.cuda.streams import current_stream
 from ep_dispatcher.integrations.megatron.dispatcher import (
     arguments,
     buffers,
@@ -161,13 +162,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self.pending = dispatch
             rows, row_probs, received = hidden_states, probs, None
         else:
-            out = dispatch.send(hidden_states, probs)
+            out: Any = dispatch.send(hidden_states, probs)  # has weights, as probs were given
             self.handle, self.rows_per_expert = out.handle, out.rows_per_expert
-            row_probs = cast(Tensor, out.topk_weights)  # as probs were given
-            if isinstance(out.x, ep.QuantizedRows):
-                self.quantized_rows, rows = out.x, cast(Tensor, out.x.anchor)
-            else:
-                rows = cast(Tensor, out.x)
+            row_probs, rows = out.topk_weights, out.x
+            if isinstance(rows, ep.QuantizedRows):
+                self.quantized_rows, rows = rows, out.x.anchor
             received = rows
         if self.shared_experts is not None:
             # Megatron before 0.18 has no such argument.
@@ -315,5 +314,4 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 def _record_use(tensor: Tensor) -> None:
     """Record a tensor's use in this stream: steps may run in different streams, which know only the steps' outputs."""
     if tensor.is_cuda:
-        # torch.cuda.current_stream() takes the host 5 us more, because it makes its object in Python.
-        tensor.record_stream(torch.accelerator.current_stream(tensor.get_device()))
+        tensor.record_stream(current_stream(tensor.get_device()))

@@ -56,7 +56,8 @@ class QuantizedInput:
         return ep.QuantizedRows(self.rows, self.scales, anchor)
 
 
-@dataclass(frozen=True, eq=False)
+# Each forward pass makes one, and a frozen dataclass takes four times as long to make.
+@dataclass(eq=False)
 class PendingDispatch:
     """The dispatch of one forward pass. Experts that run it themselves get it in place of their counts."""
 

@@ -61,7 +61,7 @@ def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tenso
 
 def _has_kernels(routing_map: Tensor) -> bool:
     """Return whether the kernels can be launched in the current stream of the current GPU."""
-    return routing_map.is_cuda and _compiled is not None and routing_map.get_device() == torch.cuda.current_device()
+    return routing_map.is_cuda and _compiled is not None and routing_map.get_device() == torch._C._cuda_getDevice()
 
 
 def can_host_look(routing_map: Tensor) -> bool:

@@ -120,7 +120,7 @@ def activation_of(config: Any) -> Activation:
     if not config.gated_linear_unit:
         return found._replace(gated=False)
     limit, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
-    return found._replace(limit=limit, offset=offset)
+    return found if limit is None and not offset else found._replace(limit=limit, offset=offset)
 
 
 def _has_clamping_swiglu() -> bool:

@@ -43,9 +43,11 @@ def is_wanted(config: Any, layer_number: int | None) -> bool:
 
     The answer may be wrong for layers of multi-token prediction, which have other numbers: see ``is_entered``.
     """
+    if not config.fp8:
+        return False
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
-    return bool(config.fp8) and not is_first_last_bf16_layer(config, (layer_number or 0) - 1)
+    return not is_first_last_bf16_layer(config, (layer_number or 0) - 1)
 
 
 def are_quantized(linears: Sequence[Module]) -> bool:

@@ -55,13 +55,18 @@ class Gradients:
         None stands for autograd, which then writes them as for every other tensor. ``runs_dispatch``: whether the
         experts run dispatch and combine. Then communication of the backward overlaps with these gradients anyway.
         """
-        tensors, config = parameters.flat(), experts.config
+        tensors: list[Any] = parameters.flat()
+        config = experts.config
         if not all(map(_requires_grad, tensors)):
             return None, None
         fused = config.gradient_accumulation_fusion and hasattr(tensors[0], "main_grad")
+
+        def deliver(write: WriteGrads) -> None:
+            self._deliver(experts, write, parameters, tensors, fused)
+
         overlaps = megatron_config.has_overlapped_wgrad(config) and not runs_dispatch
         if overlaps or getattr(config, "delay_wgrad_compute", False):
-            return lambda write: self.delayed.append(lambda: self._deliver(experts, write, parameters, fused)), None
+            return lambda write: self.delayed.append(lambda: deliver(write)), None
         if not fused:
             return None, None
         if megatron_config.can_capture_layers(config):
@@ -78,15 +83,16 @@ class Gradients:
 
                 anchor.register_post_accumulate_grad_hook(after_backward)
             return functools.partial(self._deliver_in_graph, parameters), anchor
-        return lambda write: self._deliver(experts, write, parameters, True), None
+        return deliver, None
 
-    def _deliver(self, experts: MegatronExperts, write: WriteGrads, parameters: Parameters, fused: bool) -> None:
-        """Write the gradients where Megatron looks for them, and call its hooks."""
-        tensors: list[Any] = parameters.flat()
+    def _deliver(
+        self, experts: MegatronExperts, write: WriteGrads, parameters: Parameters, tensors: list[Any], fused: bool
+    ) -> None:
+        """Write the gradients where Megatron looks for them, and call its hooks. tensors: those of the parameters"""
         if fused:
             # The flag is False from when main_grad was filled with zeros until something is added.
             accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
-            write(self.main_grads(parameters), accumulate)
+            write(self.main_grads(parameters, tensors), accumulate)
             _mark_added(tensors)
         else:
             grads = parameters.empty_like()
@@ -95,9 +101,9 @@ class Gradients:
                 one.grad = grad if one.grad is None else one.grad + grad
         _run_hooks(experts, tensors, fused)
 
-    def main_grads(self, parameters: Parameters) -> Parameters:
+    def main_grads(self, parameters: Parameters, tensors: list[Any]) -> Parameters:
         """Return the main_grad of each parameter. Those of DistributedDataParallel are parts of one tensor."""
-        found = list(map(_main_grad, parameters.flat()))
+        found = list(map(_main_grad, tensors))
         held = self._flat_main_grads
         if self._main_grads is None or len(found) != len(held) or not all(map(is_, found, held)):
             storages = {one.untyped_storage().data_ptr() for one in found}
@@ -114,7 +120,7 @@ class Gradients:
         zeros before a step. Then autograd accumulates the anchor's gradient, and ``after_backward`` does the rest.
         """
         tensors: list[Any] = parameters.flat()
-        write(self.main_grads(parameters), True)
+        write(self.main_grads(parameters, tensors), True)
         _mark_added(tensors)
         self._is_delivered = True
         return _dummy(parameters.w2[0]).detach()
