@@ -146,6 +146,30 @@ def test_weights(device, n, k, apart):
     assert torch.equal(found.transposed_scales, found.scales.mT)
 
 
+@pytest.mark.parametrize("n, k", [(256, 128), (336, 400)])
+def test_a_flag_on_the_device_skips_weights(device, n, k):
+    """What replays of CUDA graphs do: they write the copies in place, or leave them as they are."""
+    torch.manual_seed(6)
+    before, after = matrices(3, n, k, device), matrices(3, n, k, device)
+    skip = torch.zeros(1, device=device)
+
+    def bits(quantized: QuantizedMatrices) -> list[torch.Tensor]:
+        return [field.view(torch.uint8).clone() for field in quantized]
+
+    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(map(torch.equal, one, other))
+
+    found = float8_gemm.quantize_weights(before, skip=skip)
+    old, new = (bits(float8_gemm.quantize_weights(weights)) for weights in (before, after))
+    assert same(bits(found), old) and not same(old, new)
+    skip.fill_(1)
+    assert float8_gemm.quantize_weights(after, found, skip) is found and same(bits(found), old)
+    skip.fill_(0)
+    assert float8_gemm.quantize_weights(after, found, skip) is found and same(bits(found), new)
+    float8_gemm.quantize_weights(before, found)
+    assert same(bits(found), old), "without a flag"
+
+
 def elsewhere(weights: QuantizedMatrices) -> QuantizedMatrices:
     """Each expert's matrices in memory of their own, and their scales in wider rows, as Transformer Engine has them."""
     apart = [[matrix.clone() for matrix in field] for field in weights]

@@ -114,24 +114,43 @@ def _scaled_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor) ->
 
 
 @torch.no_grad()
-def quantize_weights(weights: ExpertMatrices) -> QuantizedMatrices:
-    """Quantize the weights of experts, [n, k] each, in bfloat16 or float32. Each field of the result is one tensor."""
+def quantize_weights(
+    weights: ExpertMatrices, out: QuantizedMatrices | None = None, skip: Tensor | None = None
+) -> QuantizedMatrices:
+    """Quantize the weights of experts, [n, k] each, in bfloat16 or float32. Each field of the result is one tensor.
+
+    out: where the result is written, that of an earlier call with weights of these shapes; None: it is allocated
+    skip: one number on the device; if it is not 0, nothing is written. In a CUDA graph each replay reads it
+    """
+    quantized = _new_matrices(weights) if out is None else out
+    if has_kernels(weights[0]):
+        kernels().quantize_weights(weights, quantized, skip)
+    elif skip is None or skip.item() == 0:
+        _write_matrices(weights, quantized)
+    return quantized
+
+
+def _new_matrices(weights: ExpertMatrices) -> QuantizedMatrices:
+    """Allocate the result of quantize_weights."""
     experts, (n, k) = num_matrices(weights), weights[0].shape
-    device = weights[0].device
-    n_blocks, k_blocks = checks.num_scales(n), checks.num_scales(k)
-    rows = torch.empty(experts, n, k, dtype=E4M3, device=device)
-    scales = torch.empty(experts, n_blocks, k_blocks, dtype=torch.float32, device=device)
-    if has_kernels(rows):
-        quantized = QuantizedMatrices(rows, scales, rows.new_empty(experts, k, n), scales.new_empty(scales.mT.shape))
-        kernels().quantize_weights(weights, quantized)
-        return quantized
+    rows = torch.empty(experts, n, k, dtype=E4M3, device=weights[0].device)
+    scales = torch.empty(
+        experts, checks.num_scales(n), checks.num_scales(k), dtype=torch.float32, device=weights[0].device
+    )
+    return QuantizedMatrices(rows, scales, rows.new_empty(experts, k, n), scales.new_empty(scales.mT.shape))
+
+
+def _write_matrices(weights: ExpertMatrices, out: QuantizedMatrices) -> None:
+    """Quantize the weights of all experts into `out`."""
     for expert, weight in enumerate(weights):
-        blocks = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK)).view(n_blocks, BLOCK, k_blocks, BLOCK)
+        n, k = weight.shape
+        padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         amax = blocks.abs().amax((1, 3))
-        block_scales = next_power_of_two((amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny))
-        rows[expert] = (blocks / block_scales[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k].to(E4M3)
-        scales[expert] = block_scales
-    return QuantizedMatrices(rows, scales, rows.mT.contiguous(), scales.mT.contiguous())
+        scales = next_power_of_two((amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny))
+        rows = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k].to(E4M3)
+        for field, value in zip(out, (rows, scales, rows.mT, scales.mT)):
+            field[expert].copy_(value)
 
 
 def quantize_rows(rows: Tensor, ends: Tensor) -> QuantizedRows:

@@ -20,6 +20,7 @@ from ep_dispatcher.moe.grouped_gemm_kernels import BLOCK
 from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, cdiv
 
 TILE_ROWS = 32
+FLAGGED_TILES = 8  # tiles of a program that may have to skip them, so that few programs start only to return
 _DEQUANTIZE = Configuration(dict(TILE_ROWS=TILE_ROWS))
 
 
@@ -38,42 +39,68 @@ def _scale_of(amax):
     return tl.where(amax < float("inf"), scale, amax), inverse
 
 
-def quantize_weights(weights: ExpertMatrices, out: QuantizedMatrices) -> None:
+def quantize_weights(weights: ExpertMatrices, out: QuantizedMatrices, skip: Tensor | None = None) -> None:
     experts, n, k = out.rows.shape  # type: ignore[union-attr]  # each field is one tensor
     addresses, is_aligned = address_table(weights, weights[0].device)
+    num_tiles = 1 if skip is None else FLAGGED_TILES
     _launch_quantize_weights(
-        (cdiv(n, 128) * cdiv(k, 128), experts, 1),
-        _weight_configuration(is_aligned),
+        (cdiv(cdiv(n, 128) * cdiv(k, 128), num_tiles), experts, 1),
+        _weight_configuration(is_aligned, num_tiles),
         weights[0],
         addresses,
         *out,
+        skip,
         n,
         k,
     )
 
 
 @functools.cache
-def _weight_configuration(is_aligned: bool) -> Configuration:
-    return Configuration(dict(ALIGNED=is_aligned), num_warps=8)
+def _weight_configuration(is_aligned: bool, num_tiles: int) -> Configuration:
+    constants = dict(ALIGNED=is_aligned, NUM_TILES=num_tiles)
+    return Configuration(constants, num_warps=8, maxnreg=128)  # two programs fit on a multiprocessor
 
 
 @triton.jit
-def _quantize_weights(weights, addresses, rows, scales, transposed, transposed_scales, n, k, ALIGNED: tl.constexpr):
+def _quantize_weights(
+    weights,
+    addresses,
+    rows,
+    scales,
+    transposed,
+    transposed_scales,
+    skip,
+    n,
+    k,
+    ALIGNED: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    if skip is not None:
+        if tl.load(skip) != 0:
+            return
     n_blocks, k_blocks = tl.cdiv(n, BLOCK), tl.cdiv(k, BLOCK)
-    i, j = tl.program_id(0) // k_blocks, tl.program_id(0) % k_blocks
     expert = tl.program_id(1).to(tl.int64)
-    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < n)[:, None] & (column < k)[None, :]
     weight = tl.load(addresses + expert).to(weights.dtype)
     if ALIGNED:
         weight = tl.multiple_of(weight, 16)
-    x = tl.load(weight + row.to(tl.int64)[:, None] * k + column[None, :], inside, 0).to(tl.float32)
-    scale, inverse = _scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
-    x = (x * inverse).to(rows.dtype.element_ty)
-    tl.store(rows + expert * n * k + row.to(tl.int64)[:, None] * k + column[None, :], x, inside)
-    tl.store(transposed + expert * n * k + column.to(tl.int64)[None, :] * n + row[:, None], x, inside)
-    tl.store(scales + expert * n_blocks * k_blocks + i * k_blocks + j, scale)
-    tl.store(transposed_scales + expert * n_blocks * k_blocks + j * n_blocks + i, scale)
+    rows += expert * n * k
+    transposed += expert * n * k
+    scales += expert * n_blocks * k_blocks
+    transposed_scales += expert * n_blocks * k_blocks
+    row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    first = tl.program_id(0) * NUM_TILES
+    for tile in range(first, tl.minimum(first + NUM_TILES, n_blocks * k_blocks)):
+        i, j = tile // k_blocks, tile % k_blocks
+        inside = (row < n - i * BLOCK)[:, None] & (column < k - j * BLOCK)[None, :]
+        begin = i.to(tl.int64) * BLOCK * k + j * BLOCK
+        transposed_begin = j.to(tl.int64) * BLOCK * n + i * BLOCK
+        x = tl.load(weight + begin + (row[:, None] * k + column[None, :]), inside, 0).to(tl.float32)
+        scale, inverse = _scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
+        x = (x * inverse).to(rows.dtype.element_ty)
+        tl.store(rows + begin + (row[:, None] * k + column[None, :]), x, inside)
+        tl.store(transposed + transposed_begin + (column[None, :] * n + row[:, None]), x, inside)
+        tl.store(scales + i * k_blocks + j, scale)
+        tl.store(transposed_scales + j * n_blocks + i, scale)
 
 
 def quantize(
