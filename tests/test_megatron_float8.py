@@ -128,7 +128,7 @@ def counted():
     """Yield a list that gets an entry whenever a layer's weights are quantized."""
     calls, quantize = [], float8._quantized
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8, "_quantized", lambda given: calls.append(1) or quantize(given))
+        patch.setattr(float8, "_quantized", lambda *given: calls.append(1) or quantize(*given))
         yield calls
 
 
@@ -280,7 +280,6 @@ def test_nodes_of_the_overlap_schedule(rank: int):
 @on_ranks()
 def test_weights_are_quantized_once_a_step_and_are_never_old(rank: int, monkeypatch):
     """Whatever renews them: the result is that of a new layer with the same weights."""
-
     x = bfloat16_tokens(rank)
 
     def expect(number: int) -> None:
@@ -289,20 +288,13 @@ def test_weights_are_quantized_once_a_step_and_are_never_old(rank: int, monkeypa
             for _ in range(3):
                 got = layer(x)[0]
             assert len(calls) == number
-            new = make_float8_layer()
-            new.load_state_dict(layer.state_dict())
-            assert torch.equal(got, new(x)[0])
-
-    def without_a_trace(factor: float) -> None:
-        """As Megatron's distributed optimizer writes weights: no version of a parameter changes."""
-        for weight in layer.experts.parameters():
-            weight.data.mul_(factor)
+            assert torch.equal(got, result_of_a_new_layer(layer, x))
 
     with in_float8(), counted() as calls:
         layer = make_float8_layer()
         expect(1)
         expect(0)
-        without_a_trace(2)
+        change_without_a_trace(layer)
         layer.set_is_first_microbatch()
         expect(1)
         with torch.no_grad():
@@ -314,18 +306,164 @@ def test_weights_are_quantized_once_a_step_and_are_never_old(rank: int, monkeypa
         handle = layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
         with plain_matrices():
             layer(x)
-        without_a_trace(0.5)
+        change_without_a_trace(layer)
         handle.remove()
         expect(1)
         # A capture keeps nothing, and each of its passes quantizes.
         monkeypatch.setattr(graphs, "stream_is_captured", lambda: True)
         expect(3)
         monkeypatch.undo()
-        without_a_trace(2)
+        change_without_a_trace(layer)
         expect(1)
         for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
             linear.disable_parameter_transpose_cache = True
         expect(3)
+
+
+def result_of_a_new_layer(layer, x: torch.Tensor) -> torch.Tensor:
+    """What these weights give in an eager layer that has quantized none before."""
+    new = make_float8_layer()
+    new.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        return new(x)[0]
+
+
+def change_without_a_trace(layer) -> None:
+    """As Megatron's distributed optimizer writes weights: no version of a parameter changes."""
+    for weight in layer.experts.parameters():
+        weight.data.mul_(1.5)
+
+
+@contextlib.contextmanager
+def flagged(flag: torch.Tensor | None):
+    """With a Transformer Engine that has this flag on the device for the replays of its graphs."""
+    manager = types.SimpleNamespace(is_fp8_enabled=lambda: True, skip_fp8_weight_update_tensor=flag)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "_manager", lambda: manager)
+        yield
+
+
+@contextlib.contextmanager
+def replayed():
+    """Passes inside stand for replays: on a CPU a pass does what its graph would do."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(graphs, "stream_is_captured", lambda: True)
+        yield
+
+
+def addresses(layer) -> list[int]:
+    held = experts.experts_of(layer.experts).weights._quantized
+    return [field.data_ptr() for matrices in held or () for field in matrices]
+
+
+@pytest.mark.parametrize("trains_before", [True, False])
+@on_ranks()
+def test_replays_quantize_in_the_first_microbatch_of_a_step(rank: int, trains_before: bool):
+    """All replays share one memory. Eager passes between them, and replays after those, have the weights of then."""
+    x, skip = bfloat16_tokens(rank), torch.zeros(1)
+
+    def replay(is_first: bool) -> torch.Tensor:
+        skip.fill_(not is_first)
+        with replayed():
+            return layer(x)[0]
+
+    def step_of_three() -> None:
+        right = result_of_a_new_layer(layer, x)
+        layer.set_is_first_microbatch()
+        assert all(torch.equal(replay(microbatch == 0), right) for microbatch in range(3))
+        assert addresses(layer) == memory
+
+    with in_float8(), flagged(skip), counted() as calls:
+        layer = make_float8_layer()
+        with_graphs(layer.config, "transformer_engine", "attn", "moe")
+        if trains_before:
+            step(layer, x.clone())
+        eager = addresses(layer)
+        replay(True)
+        memory = addresses(layer)
+        assert len(set(memory)) == 8 and eager == (memory if trains_before else [])
+        for _ in range(3):
+            before = result_of_a_new_layer(layer, x)
+            change_without_a_trace(layer)
+            assert torch.equal(replay(False), before), "it has skipped"
+            step_of_three()
+        # An evaluation without graphs, in the middle of which nothing changes.
+        calls.clear()
+        with torch.no_grad():
+            assert all(torch.equal(layer(x)[0], result_of_a_new_layer(layer, x)) for _ in range(2))
+        assert len(calls) == 1 + 2 and addresses(layer) == memory, "one, and two of new layers"
+        change_without_a_trace(layer)
+        step_of_three()
+        with torch.no_grad():
+            assert torch.equal(layer(x)[0], result_of_a_new_layer(layer, x))
+        # A checkpoint, and experts that change and change back: graphs read the same memory later.
+        layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+        step_of_three()
+        handle = layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
+        with plain_matrices():
+            layer(x)
+        handle.remove()
+        change_without_a_trace(layer)
+        step_of_three()
+
+
+@on_ranks()
+def test_a_backward_after_other_replays_reads_the_weights_of_its_step(rank: int):
+    """Microbatches of a pipeline: two forwards before the first backward, each a graph of its own."""
+    skip = torch.zeros(1)
+    with in_float8(), flagged(skip):
+        layer = make_float8_layer()
+        with_graphs(layer.config, "transformer_engine", "attn", "moe")
+        with replayed():
+            layer(bfloat16_tokens(rank))
+        change_without_a_trace(layer)
+        new = make_float8_layer()
+        new.load_state_dict(layer.state_dict())
+        wanted = [outcome(new, bfloat16_tokens(rank, number)) for number in range(2)]
+        flying = []
+        for number in range(2):
+            skip.fill_(number > 0)
+            with replayed(), torch.enable_grad():
+                flying.append(Microbatch(layer, bfloat16_tokens(rank, number)))
+        for one, right in zip(flying, wanted):
+            layer.zero_grad()
+            assert_same_bits(one.backward(may_wait=True), right)
+
+
+@pytest.mark.parametrize(
+    "impl, modules, is_told",
+    [
+        ("transformer_engine", ["attn", "moe"], True),
+        ("transformer_engine", [], True),
+        ("transformer_engine", ["moe"], False),
+        ("local", ["attn", "moe"], False),
+        ("none", [], False),
+    ],
+)
+@on_ranks()
+def test_which_replays_are_told_of_the_first_microbatch(rank: int, impl: str, modules: list[str], is_told: bool):
+    x, skip = bfloat16_tokens(rank), torch.ones(1)
+    with in_float8():
+        layer = make_float8_layer()
+        with_graphs(layer.config, impl, *modules)
+        assert float8.skip_flag(layer.config) is None, "without Transformer Engine"
+        with flagged(None):
+            assert float8.skip_flag(layer.config) is None, "graphs without cached weights"
+        with flagged(skip):
+            assert (float8.skip_flag(layer.config) is skip) == is_told
+            manager = float8._manager()
+            manager.quantization_state = types.SimpleNamespace(skip_fp8_weight_update_tensor=torch.ones(1))
+            newer = manager.quantization_state.skip_fp8_weight_update_tensor
+            assert (float8.skip_flag(layer.config) is newer) == is_told, "as newer versions have it"
+            del manager.quantization_state
+            if is_told:  # weights of no step are kept where graphs may not quantize
+                for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+                    linear.disable_parameter_transpose_cache = True
+            for _ in range(2):
+                change_without_a_trace(layer)
+                with replayed():
+                    assert torch.equal(layer(x)[0], result_of_a_new_layer(layer, x))
+                assert not addresses(layer), "nothing is kept"
 
 
 @contextlib.contextmanager

@@ -101,6 +101,12 @@ def can_capture_layers(config) -> bool:
     return can_capture_experts(config) and (captured is None or captured[1] != "full_iteration")
 
 
+def graphs_begin_layers(config) -> bool:
+    """Return whether Transformer Engine captures layers from their beginning on, with attention before the experts."""
+    modules = graph_modules(config)[1]
+    return config.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
+
+
 def has_overlapped_wgrad(config) -> bool:
     """Return whether gradients of experts' weights are computed beside the backward of dispatch, in backward_dw."""
     return getattr(config, OVERLAPS_WGRAD, False)

@@ -60,7 +60,7 @@ class Experts(MegatronExperts):
         self.agreed: dict[str, bool] = {}  # what ``agree`` has found: whether all ranks of the layer can do something
         self.was_in_float8 = False  # whether Megatron has run them in FP8 although their layer number does not tell
         self.can_take_quantized = False
-        self.weights = float8.Weights()
+        self.weights = float8.Weights(layer.config)
         self.gradients = Gradients()
         self.has_run_megatron_experts = False  # whether a pass has run Megatron's own forward
         self.printed_reasons: set[str | None] = set()  # values of why_not that were printed for this layer

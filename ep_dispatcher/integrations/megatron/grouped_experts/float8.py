@@ -5,8 +5,9 @@ Grouped GEMMs support one of its recipes, Float8BlockScaling in e4m3.
 
 **Weights.** With --fp8-param-gather the parameters are quantized, and are read in place. Otherwise they are bfloat16.
 Then they are quantized when Megatron says that a microbatch is the first of a step (``is_first_microbatch`` of the
-engine's layers), and used again in the step's other passes, as in the engine. ``Weights.get`` lists the other cases in
-which they are quantized again.
+engine's layers), and used again in the step's other passes, as in the engine. A replay of a CUDA graph reads on the
+device whether its microbatch is the first (``skip_flag``). ``Weights.get`` lists the other cases in which they are
+quantized again.
 
 **Rows.** Tokens are quantized before the dispatch. Megatron's steps pass on a tensor without memory, their anchor,
 whose gradient is that of the rows. The rows themselves are in a ``QuantizedInput`` (experts_interface.py), which is
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ep_dispatcher.checks import POWERS_OF_TWO, ROW_GRANULARITY
-from ep_dispatcher.integrations.megatron.dispatcher import graphs
+from ep_dispatcher.integrations.megatron.dispatcher import graphs, megatron_config
 from ep_dispatcher.moe import float8_gemm
 from ep_dispatcher.moe.expert_matrices import QuantizedMatrices
 from ep_dispatcher.moe.grouped_mlp import Float8, Parameters
@@ -125,19 +126,43 @@ def take_is_first(linears: Sequence[Module]) -> bool:
     return any(found)
 
 
+def skip_flag(config: Any) -> Tensor | None:
+    """Return the number on the device that tells a replay whether to quantize weights: 0 in the first microbatch.
+
+    None: replays are not told. The number is that of Transformer Engine's own layers. A replay sets it, as Megatron
+    says, if its graph comes first in an FP8 context. With the blockwise recipe each layer has a context of its own, so
+    graphs of whole layers set it, and graphs behind an eager attention do not.
+
+    Megatron's own graphs (local) set it too, but with pipeline parallelism not in each step. So they are not told.
+    """
+    if not megatron_config.graphs_begin_layers(config):
+        return None
+    manager = _manager()
+    owner = getattr(manager, "quantization_state", manager)  # from Transformer Engine 2.15 on
+    return getattr(owner, "skip_fp8_weight_update_tensor", None)
+
+
 class Weights:
     """The quantized weights of a layer's experts.
 
     For bfloat16 weights it holds two copies in FP8, as Transformer Engine does, together as large as the weights.
+
+    All graphs of the layer write and read the same copies, because only a replay of the first microbatch writes them.
+    This object keeps them from the warm-up before the first capture on, whatever changes, so the allocator gives their
+    memory to nobody else. A copy that was allocated during a capture would be safe for the same reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self._config = config
         self._quantized: Float8 | None = None
+        self._are_in_graphs = False  # whether replays write and read them
         self._sources: list[Any] = []  # what they were made of: versions of bfloat16 weights, or the quantized tensors
 
     def forget(self) -> None:
         """Let the next pass quantize again, because weights may change until then without a signal to this object."""
-        self._quantized, self._sources = None, []
+        self._sources = []
+        if not self._are_in_graphs:
+            self._quantized = None
 
     def get(self, parameters: Parameters, linears: Sequence[Any], is_first: bool) -> Float8:
         """Return w1 and w2, quantized. Call it in each forward pass, once hooks have brought the weights.
@@ -147,23 +172,32 @@ class Weights:
           - after a weight was written to in place (by an optimizer of PyTorch or load_state_dict),
           - after ``forget``,
           - in every pass, if disable_parameter_transpose_cache is set,
-          - in every replay of a CUDA graph, which does not know whether its microbatch is the first. The result is not
-            kept, because it exists only during replays.
+          - in every replay of a CUDA graph that is not told whether its microbatch is the first (``skip_flag``). The
+            result is not kept, because it exists only during replays.
 
         linears: the layers of Transformer Engine that own the weights; is_first: what ``take_is_first`` has returned
         """
         weights = [*parameters.w1, *parameters.w2]
         if is_quantized(weights[0]):
             return self._views(parameters, weights)
-        if graphs.is_capturing() or graphs.stream_is_captured():
-            self.forget()
-            return _quantized(parameters)
         if any(getattr(one, "disable_parameter_transpose_cache", False) for one in linears):
             return _quantized(parameters)
+        if graphs.is_capturing() or graphs.stream_is_captured():
+            return self._get_in_graph(parameters)
         versions = [weight._version for weight in weights]
         if is_first or self._quantized is None or versions != self._sources:
             self.forget()  # frees memory first
-            self._quantized, self._sources = _quantized(parameters), versions
+            self._quantized, self._sources = _quantized(parameters, self._quantized), versions
+        return self._quantized
+
+    def _get_in_graph(self, parameters: Parameters) -> Float8:
+        """Do what ``get`` does in a capture, and in a warm-up before it."""
+        skip = skip_flag(self._config)
+        self._are_in_graphs |= skip is not None
+        self.forget()
+        if skip is None:
+            return _quantized(parameters)
+        self._quantized = _quantized(parameters, self._quantized, skip)
         return self._quantized
 
     def _views(self, parameters: Parameters, weights: list[Any]) -> Float8:
@@ -177,8 +211,10 @@ class Weights:
         return self._quantized
 
 
-def _quantized(parameters: Parameters) -> Float8:
-    return float8_gemm.quantize_weights(parameters.w1), float8_gemm.quantize_weights(parameters.w2)
+def _quantized(parameters: Parameters, out: Float8 | None = None, skip: Tensor | None = None) -> Float8:
+    out_w1, out_w2 = out or (None, None)
+    w1, w2 = parameters.w1, parameters.w2
+    return float8_gemm.quantize_weights(w1, out_w1, skip), float8_gemm.quantize_weights(w2, out_w2, skip)
 
 
 def _viewed(weights: Iterable[Any]) -> QuantizedMatrices:
