@@ -209,15 +209,16 @@ PYBIND11_MODULE(EP_MODULE, m) {
                        pointer<const float>(row_weights)},
                       num_sms, pointer<CUstream_st>(stream));
         });
-  // Of each set: grad, rows, the bytes from row to row of both, num_rows, ends.
+  // Of each of one or two sets: grad, rows, the bytes from row to row of both, num_rows, ends.
   using GradSet = std::tuple<Address, Address, int64_t, int64_t, int32_t, Address>;
-  m.def("weight_grad", [](const std::vector<GradSet>& sets, Address out, int n, int k, int experts, int first_expert,
-                          Address held, int num_sms, Address stream) {
-    WeightGrad grad{{}, 0, pointer<const int64_t>(out), n, k, experts, first_expert, pointer<const int32_t>(held)};
-    if (sets.size() > std::size(grad.sets)) throw py::value_error("sets");
-    for (const auto& [of, rows, grad_stride, rows_stride, num_rows, ends] : sets)
+  m.def("weight_grad", [](const std::vector<GradSet>& sets, Address out, int n, int k, int experts, int num_sms,
+                          Address stream) {
+    WeightGrad grad{{}, 0, pointer<const int64_t>(out), n, k, experts};
+    if (sets.size() > std::size(grad.sets))
+      throw py::value_error("sets has " + std::to_string(sets.size()) + " sets of rows, but at most two are allowed");
+    for (const auto& [grads, rows, grad_stride, rows_stride, num_rows, ends] : sets)
       grad.sets[grad.num_sets++] = {
-          pointer<const void>(of),     pointer<const void>(rows), grad_stride, rows_stride, num_rows,
+          pointer<const void>(grads),  pointer<const void>(rows), grad_stride, rows_stride, num_rows,
           pointer<const int32_t>(ends)};
     weight_grad(grad, num_sms, pointer<CUstream_st>(stream));
   });

@@ -212,8 +212,6 @@ def weight_grad(  # not in _C_nvshmem
     n: int,
     k: int,
     experts: int,
-    first_expert: int,
-    held: int,
     num_sms: int,
     stream: int,
 ) -> None: ...

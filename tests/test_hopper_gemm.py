@@ -17,6 +17,8 @@ COUNTS = {
     "partial tiles": [5, 0, 170, 1, 128, 700],
     "full tiles": [256, 128],
     "one expert": [257],
+    "one row": [0, 1],
+    "more rows than tiles in a column": [2500, 3],
     "more experts than a warp has lanes": [37 * i % 201 for i in range(70)],
     "none": [0, 0],
 }
@@ -110,61 +112,86 @@ def test_added_gradients_have_the_bits_of_triton(monkeypatch, counts, n, k, num_
 
 
 @needs_hopper
-def test_gradients_of_some_experts(monkeypatch):
-    """Of those behind the first ones, and not where `held` says that nobody needs them."""
-    counts = [30, 200, 64, 7]
-    sets = [(rows_of(counts, 256), rows_of(counts, 512), ends_of(counts))]
-    held = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
-    held[1, 0] = -1
+def test_ends_behind_the_last_row(monkeypatch):
+    """As after a dispatch that had too little room."""
+    pair, weights = quantized([300, 200], 256, 512)
+    grads, ends = rows_of([300, 200], 256), ends_of([300, 900])
+    main_grads = torch.randn(2, 256, 512, device="cuda")
+    rows = float8_gemm.dequantize_rows(pair, ends_of([300, 200 + BEHIND])).nan_to_num()
 
     def run() -> Tensor:
-        out = torch.ones(2, 256, 512, device="cuda")
-        grouped_gemm.linear_grad_weights(sets, out, accumulate=True, first_expert=1, held=held)
-        return out
+        out = main_grads.clone()
+        grouped_gemm.linear_grad_weights([(grads.nan_to_num(), rows, ends)], out, accumulate=True)
+        return torch.cat([out.flatten(), float8_gemm.linear(pair, weights, ends).float().nan_to_num().flatten()])
 
-    seen, right = by_both(monkeypatch, run)
-    is_same(seen, right)
-    assert (seen[1] == 1).all() and not (seen[0] == 1).all()
+    is_same(*by_both(monkeypatch, run))
+
+
+@needs_hopper
+def test_the_gradient_of_rows_and_biases_at_odd_places(monkeypatch):
+    counts = [300, 129, 0, 64]
+    pair, weights = quantized(counts, 384, 512)
+    bias = torch.randn(4 * 512 + 1, device="cuda").bfloat16()[1:].view(4, 512)
+    grads, _ = quantized(counts, 512, 384)
+    for added in (None, bias):
+        run = lambda: float8_gemm.linear(grads, weights.t(), ends_of(counts), added)[: sum(counts)]  # noqa: B023, E731
+        is_same(*by_both(monkeypatch, run))
 
 
 @needs_hopper
 def test_in_a_captured_graph():
-    counts = [700, 0, 900]
+    """With other numbers of rows in each replay."""
+    counts = [1400, 0, 1600]
     pair, weights = quantized(counts, 256, 512)
-    ends = ends_of(counts)
+    ends, end = ends_of(counts), sum(counts)
+    rows, grads, out = rows_of(counts, 512), rows_of(counts, 256), torch.zeros(3, 256, 512, device="cuda")
     right = float8_gemm.linear(pair, weights, ends)
+
+    def run() -> Tensor:
+        grouped_gemm.linear_grad_weights([(grads, rows, ends)], out, accumulate=True)
+        return float8_gemm.linear(pair, weights, ends)
+
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = float8_gemm.linear(pair, weights, ends)
-    ends.copy_(ends_of([900, 0, 700]))
+        result = run()
+    ends.copy_(ends_of([1600, 0, 1400]))
+    out.zero_()
     graph.replay()
-    other = float8_gemm.linear(pair, weights, ends)
-    is_same(out[: sum(counts)], other[: sum(counts)])
-    assert not torch.equal(out[700:900], right[700:900])
+    replayed = out.clone(), result[:end].clone()
+    out.zero_()
+    is_same(replayed[1], run()[:end])
+    is_same(replayed[0], out)
+    assert not torch.equal(replayed[1][1400:1600], right[1400:1600]) and out.any()
 
 
 @pytest.fixture
 def on_hopper(monkeypatch) -> list[tuple]:
     """A stand-in for a GPU of compute capability 9.0 and the compiled module: the arguments that it was called with."""
     called: list[tuple] = []
-    types = SimpleNamespace(float32="float32", bfloat16="bfloat16")
-    compiled = SimpleNamespace(
-        float8_gemm=lambda *a: called.append(a), weight_grad=lambda *a: called.append(a), DType=types
-    )
-    monkeypatch.setattr(hopper_gemm, "_compiled", compiled)
+    compiled = SimpleNamespace(weight_grad=lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(hopper_gemm, "_compiled", lambda: compiled)
     monkeypatch.setattr(hopper_gemm, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 11, raising=False)
-    hopper_gemm._dtype.cache_clear()
-    yield called
-    hopper_gemm._dtype.cache_clear()
+    return called
 
 
-@pytest.mark.parametrize("num_rows, columns, taken", [(128, 64, False), (129, 64, True), (129, 68, False)])
-def test_which_float8_gemms_are_taken(on_hopper, num_rows, columns, taken):
-    """More than 64 rows per expert, and results that are stored 16 bytes at a time."""
+@pytest.mark.parametrize(
+    "num_rows, columns, first, dtype, taken",
+    [
+        (128, 64, 0, torch.bfloat16, False),
+        (129, 64, 0, torch.bfloat16, True),
+        (129, 68, 0, torch.bfloat16, False),
+        (129, 64, 1, torch.bfloat16, False),
+        (129, 64, 0, torch.float16, False),
+    ],
+)
+def test_which_float8_gemms_are_taken(on_hopper, num_rows, columns, first, dtype, taken):
+    """More than 64 rows per expert, and results in bfloat16 that are stored 16 bytes at a time."""
     weights = QuantizedMatrices(*[torch.empty(2, columns, 128)] * 4)
-    out = torch.empty(num_rows, columns, dtype=torch.bfloat16)
+    out = torch.empty(num_rows * columns + first, dtype=dtype)[first:].view(num_rows, columns)
     assert hopper_gemm.takes_float8(torch.empty(num_rows, 128), weights, out) == taken
+    assert not hopper_gemm.takes_float8(torch.empty(num_rows, 256)[:, :128], weights, out)
 
 
 def grad_set(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,15 +212,15 @@ def test_which_gradients_are_taken(on_hopper, num_rows, dtype, out_dtype, taken)
     """More than 768 rows per expert in all sets, in bfloat16, added to float32."""
     first, second = grad_set(num_rows - 100, dtype), grad_set(100, dtype)
     out = torch.zeros(2, 16, 24, dtype=out_dtype)
-    assert hopper_gemm.add_weight_grads([first, grad_set(0, dtype), second], out, 0, None) == taken
+    assert hopper_gemm.add_weight_grads([first, grad_set(0, dtype), second], out) == taken
     if not taken:
         assert on_hopper == []
         return
     ((sets, _, *sizes),) = on_hopper
     expected = [(g.data_ptr(), r.data_ptr(), 32, 48, len(g), e.data_ptr()) for g, r, e in (first, second)]
-    assert sets == expected and sizes == [16, 24, 2, 0, 0, 132, 11]
+    assert sets == expected and sizes == [16, 24, 2, 132, 11]
 
 
 def test_gradients_at_odd_addresses_are_not_taken(on_hopper):
     out = torch.zeros(2 * 16 * 24 + 1)[1:].view(2, 16, 24)
-    assert not hopper_gemm.add_weight_grads([grad_set(1537)], out, 0, None) and on_hopper == []
+    assert not hopper_gemm.add_weight_grads([grad_set(1537)], out) and on_hopper == []

@@ -128,7 +128,8 @@ def linear_grad_weights(
     """
     _, first_rows, _ = sets[0]
     if has_kernels(first_rows):
-        if not accumulate or not hopper_gemm.add_weight_grads(sets, out, first_expert, held):
+        is_usual = accumulate and not first_expert and held is None
+        if not is_usual or not hopper_gemm.add_weight_grads(sets, out):
             kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
         return
     expert_grads: list[list[Tensor]] = [[] for _ in out]  # for each expert, the parts of all sets

@@ -1,4 +1,4 @@
-// PTX of Hopper's tensor cores and of tiles for them. Only code for sm_90a has these instructions.
+// PTX of Hopper's tensor cores and of their operands. Only code for sm_90a has these instructions.
 #pragma once
 #include <cuda.h>
 
@@ -8,21 +8,20 @@
 
 namespace ep::ptx {
 
-// Tiles in shared memory have rows of 128 bytes and begin at multiples of 1024 bytes. The 16-byte pieces of a row are
+// Boxes in shared memory have rows of 128 bytes and begin at multiples of 1024 bytes. The 16-byte pieces of a row are
 // permuted within every 8 rows, so that tensor cores read them without bank conflicts: CU_TENSOR_MAP_SWIZZLE_128B.
 
-// [thread] Start to load a tile of a matrix, or of one of several matrices. `barrier` counts the bytes of the whole
-// tile as they land; entries beyond the matrix are zeros.
-__device__ __forceinline__ void tile_load(void* shared, const CUtensorMap* map, int column, int row,
-                                          uint64_t* barrier) {
+// [thread] Start to load a box of a matrix, or of one of several matrices. `barrier` counts the bytes of the whole box
+// as they land; entries beyond the matrix are zeros.
+__device__ __forceinline__ void box_load(void* shared, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           shared_address(shared)),
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
       : "memory");
 }
-__device__ __forceinline__ void tile_load(void* shared, const CUtensorMap* map, int column, int row, int matrix,
-                                          uint64_t* barrier) {
+__device__ __forceinline__ void box_load(void* shared, const CUtensorMap* map, int column, int row, int matrix,
+                                         uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
       "[%2];" ::"r"(shared_address(shared)),
@@ -30,7 +29,8 @@ __device__ __forceinline__ void tile_load(void* shared, const CUtensorMap* map, 
       : "memory");
 }
 
-// [thread] Add four floats to memory that nobody else writes, at a multiple of 16 bytes. Subnormal sums become zeros.
+// [thread] Add four floats to memory that nobody else writes, at a multiple of 16 bytes. Subnormal numbers count as 0,
+// there, here and in the sums.
 __device__ __forceinline__ void add_to_memory(float* p, float4 v) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z),
                "f"(v.w)
@@ -52,11 +52,12 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Operands: descriptions of tiles from some row on, which is a multiple of 8. The sum runs along their rows.
+// Operands are what PTX calls matrix descriptors: of boxes, from some row on, which is a multiple of 8. The sum runs
+// along their rows.
 
 // [thread] Return the part of an operand that depends on its place: 16-byte units of the address. The following entries
 // of all rows are kNext32Bytes further.
-__device__ __forceinline__ uint32_t operand_place(const void* tile) { return (shared_address(tile) & 0x3ffff) / 16; }
+__device__ __forceinline__ uint32_t operand_place(const void* box) { return (shared_address(box) & 0x3ffff) / 16; }
 constexpr uint32_t kNext32Bytes = 32 / 16;
 
 __device__ __forceinline__ uint64_t operand(uint32_t place) {
@@ -64,19 +65,34 @@ __device__ __forceinline__ uint64_t operand(uint32_t place) {
   return (kSwizzle128 << 62 | kEightRows << 32 | 1u << 16) | place;
 }
 
-// [thread] The same for an operand of several tiles side by side, `tile_bytes` each, if the sum runs along its columns.
-template <uint32_t kTileBytes>
+// [thread] The same for an operand of several boxes side by side, kBoxBytes each, if the sum runs along its columns.
+template <uint32_t kBoxBytes>
 __device__ __forceinline__ uint64_t transposed_operand(uint32_t place) {
-  constexpr uint64_t kEightRows = 1024 / 16, kSwizzle128 = 1, kNextTile = kTileBytes / 16;
-  return (kSwizzle128 << 62 | kEightRows << 32 | kNextTile << 16) | place;
+  constexpr uint64_t kEightRows = 1024 / 16, kSwizzle128 = 1, kNextBox = kBoxBytes / 16;
+  return (kSwizzle128 << 62 | kEightRows << 32 | kNextBox << 16) | place;
 }
 
-// [warp group] Order earlier accesses to the registers of sums before the products that follow.
+// [thread] Let the compiler keep sums where they are: it may not move them from here on, nor earlier.
+template <int kNum>
+__device__ __forceinline__ void keep_in_place(float (&sums)[kNum]) {
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// [warp group] Order earlier accesses to the registers of sums before the products that follow. Nobody may access them
+// before products_end. Sums that products are added to are given.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+template <int kNum>
+__device__ __forceinline__ void products_begin(float (&sums)[kNum]) {
+  keep_in_place(sums);
+  products_begin();
+}
 
 // [warp group] Wait for all products that were started.
-__device__ __forceinline__ void products_end() {
+template <int kNum>
+__device__ __forceinline__ void products_end(float (&sums)[kNum]) {
   asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  keep_in_place(sums);
 }
 
 // [warp group] Start sums = a x b^T, or add to the sums: a [64, 32], b [128, 32], both float8 e4m3. The thread of lane

@@ -38,7 +38,7 @@ struct Float8Gemm {
   const float* row_weights;  // [num_rows], or null: 1
 };
 
-// [host] Launch it. Addresses, length and columns of rows and weights are multiples of 16 bytes, those of `out` too.
+// [host] Launch it. Addresses of rows, weights and out are multiples of 16 bytes, length is one of 16, columns of 8.
 // Throw std::runtime_error if that fails.
 void float8_gemm(const Float8Gemm& gemm, int num_sms, cudaStream_t stream);
 

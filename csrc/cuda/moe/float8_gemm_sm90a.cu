@@ -1,28 +1,23 @@
-// A block has a warp that loads tiles of the operands, and two warp groups that multiply: each computes 64 of the
-// block's 128 rows, as two halves of 128 columns. While one of them scales and adds the products of a step, the tensor
-// cores compute those of the other. 128 x 256 entries need 1.5 times the operands of 128 x 128 for twice the products.
-//
-// A block computes several tiles, so the loads of one go on under the end of another.
+// The products of a step of 128 are multiplied by their scales and added to sums, half of a tile's columns after the
+// other: so a group has 64 products and 128 sums in registers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/device/launch.h"
-#include "cuda/device/tensor_core.cuh"
+#include <algorithm>
+#include <limits>
+
+#include "cuda/device/tensor_map.h"
 #include "cuda/moe/float8_gemm.h"
-#include "cuda/moe/tiles.cuh"
+#include "cuda/moe/tile_order.cuh"
+#include "cuda/moe/tile_pipeline.cuh"
 
 namespace ep::cuda {
 namespace {
 
-constexpr int kRows = 128, kColumns = 256, kStep = 128;  // of a tile; products that one step adds
+constexpr int kStep = 128;  // entries that share a scale
 constexpr int kHalf = kColumns / 2;
-constexpr int kStages = 4;  // steps whose operands are in shared memory
-constexpr int kGroups = 2, kGroupRows = kRows / kGroups;
-constexpr int kGroupThreads = 128, kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kMultiplyingWarps = kGroups * kGroupThreads / 32;
-constexpr int kMultiplyRegisters = 232, kLoadRegisters = 40;
-static_assert(kGroupThreads * (kGroups * kMultiplyRegisters + kLoadRegisters) <= 65536);
-constexpr int kDown = 16;  // tiles of one column of tiles that are computed in order, before as many of the next
+// Tiles of one column of tiles that are computed in order, before as many of the next. 4 to 64 take as long on an H200.
+constexpr int kDown = 16;
 
 struct Stage {
   uint8_t rows[kRows * kStep];
@@ -30,17 +25,9 @@ struct Stage {
 };
 
 struct Tile {
-  int expert;  // -1: there are no more
+  int expert;
   int row, end, column;
 };
-
-struct Shared {
-  Stage stages[kStages];
-  uint64_t loaded[kStages], free[kStages];
-  Tile tiles[2];
-  uint64_t tile_known[2], tile_free[2];
-};
-static_assert(sizeof(Shared) <= 227 * 1024);
 
 struct Params {
   Float8Gemm gemm;
@@ -51,8 +38,8 @@ struct Params {
 struct Finder {
   const Float8Gemm& gemm;
   const int lane = threadIdx.x % 32, n_tiles;
-  int group = 0, before = 0;                    // experts / 32; tiles of the groups before
-  int begin = 0, end = 0, tiles = 0, upto = 0;  // of the lane's expert; upto: with those of lanes before
+  int group = 0, before = 0;                   // experts / 32; tiles of the groups before
+  int begin = 0, end = 0, tiles = 0, sum = 0;  // of the lane's expert; sum: of tiles up to this lane
 
   __device__ explicit Finder(const Float8Gemm& given) : gemm(given), n_tiles(div_up(given.columns, kColumns)) {}
 
@@ -63,11 +50,11 @@ struct Finder {
       begin = expert ? min(gemm.ends[expert - 1], gemm.num_rows) : 0;
       end = min(gemm.ends[expert], gemm.num_rows);
     }
-    upto = tiles = div_up(end - begin, kRows) * n_tiles;
+    sum = tiles = div_up(end - begin, kRows) * n_tiles;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, distance);
-      if (lane >= distance) upto += other;
+      const int other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
     }
   }
 
@@ -76,7 +63,7 @@ struct Finder {
     int total = 0;
     for (group = div_up(gemm.experts, 32); group-- > 0;) {
       load_group();
-      total += __shfl_sync(~0u, upto, 31);
+      total += __shfl_sync(~0u, sum, 31);
     }
     group = 0;
     return total;
@@ -84,15 +71,15 @@ struct Finder {
 
   __device__ Tile find(int number) {
     int in_group;
-    while (number >= before + (in_group = __shfl_sync(~0u, upto, 31))) {
+    while (number >= before + (in_group = __shfl_sync(~0u, sum, 31))) {
       before += in_group;
       ++group;
       load_group();
     }
     number -= before;
-    const int source = __ffs(__ballot_sync(~0u, upto > number)) - 1;
+    const int source = __ffs(__ballot_sync(~0u, sum > number)) - 1;
     const int first = __shfl_sync(~0u, begin, source), last = __shfl_sync(~0u, end, source);
-    number -= __shfl_sync(~0u, upto - tiles, source);
+    number -= __shfl_sync(~0u, sum - tiles, source);
     const int top = number / (kDown * n_tiles) * kDown;  // tiles above this column of tiles
     number -= top * n_tiles;
     const int height = min(div_up(last - first, kRows) - top, kDown);
@@ -100,38 +87,25 @@ struct Finder {
   }
 };
 
-// [warp] Find the block's tiles, tell the other warps, and load their operands.
-__device__ void load(Shared& shared, const Params& p, const CUtensorMap& rows, const CUtensorMap& weights) {
+// [warp] Find the block's tiles, and load their operands.
+__device__ void load(Pipeline<Stage, Tile>& pipeline, const Params& p, const CUtensorMap& rows,
+                     const CUtensorMap& weights) {
   const Float8Gemm& gemm = p.gemm;
   Finder finder(gemm);
-  const Numbers numbers = own_numbers(finder.count(), p.num_sms, p.num_rounds);
-  const int steps = div_up(gemm.length, kStep);
-  Ring<kStages> stage;
-  Ring<2> known;
+  const TileNumbers numbers = own_tiles(finder.count(), p.num_sms, p.num_rounds);
+  Loading<Stage, Tile> loading(pipeline);
   for (int number = numbers.first; number < numbers.end; number += p.num_sms) {
     const Tile tile = finder.find(number);
-    if (finder.lane == 0) {
-      ptx::barrier_wait(&shared.tile_free[known.place], known.parity ^ 1);
-      shared.tiles[known.place] = tile;
-      ptx::barrier_arrive(&shared.tile_known[known.place]);
-      const int shift = gemm.shifts ? gemm.shifts[tile.expert] : static_cast<int>(gemm.first + tile.expert * gemm.step);
-      for (int step = 0; step < steps; ++step) {
-        Stage& to = shared.stages[stage.place];
-        uint64_t* const loaded = &shared.loaded[stage.place];
-        ptx::barrier_wait(&shared.free[stage.place], stage.parity ^ 1);
-        ptx::barrier_arrive_expect(loaded, sizeof(Stage));
-        ptx::tile_load(to.rows, &rows, step * kStep, tile.row, loaded);
-        ptx::tile_load(to.weights, &weights, step * kStep, tile.column, shift, loaded);
-        stage.advance();
-      }
-    }
-    known.advance();
+    if (finder.lane != 0) continue;
+    loading.publish(tile);
+    const int shift = gemm.shifts ? gemm.shifts[tile.expert] : static_cast<int>(gemm.first + tile.expert * gemm.step);
+    for (int column = 0; column < gemm.length; column += kStep)
+      loading.load([&](Stage& to, uint64_t* loaded) {
+        ptx::box_load(to.rows, &rows, column, tile.row, loaded);
+        ptx::box_load(to.weights, &weights, column, tile.column, shift, loaded);
+      });
   }
-  if (finder.lane == 0) {
-    ptx::barrier_wait(&shared.tile_free[known.place], known.parity ^ 1);
-    shared.tiles[known.place].expert = -1;
-    ptx::barrier_arrive(&shared.tile_known[known.place]);
-  }
+  if (finder.lane == 0) loading.publish({-1, 0, 0, 0});
 }
 
 // The scales of a step: of a thread's two rows, and of both halves of the columns.
@@ -165,14 +139,16 @@ struct ScalePlaces {
 __device__ float2 bias_at(const Float8Gemm& gemm, int expert, int column) {
   if (column >= gemm.columns) return {0, 0};
   const int64_t at = static_cast<int64_t>(expert) * gemm.columns + column;
+  const auto pair = [at](const auto* bias) {  // they may begin at an odd entry
+    return float2{static_cast<float>(bias[at]), static_cast<float>(bias[at + 1])};
+  };
   switch (gemm.bias_dtype) {
     case DType::kFloat32:
-      return *reinterpret_cast<const float2*>(static_cast<const float*>(gemm.bias) + at);
+      return pair(static_cast<const float*>(gemm.bias));
     case DType::kBFloat16:
-      return __bfloat1622float2(
-          *reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(gemm.bias) + at));
+      return pair(static_cast<const __nv_bfloat16*>(gemm.bias));
     default:
-      return __half22float2(*reinterpret_cast<const __half2*>(static_cast<const __half*>(gemm.bias) + at));
+      return pair(static_cast<const __half*>(gemm.bias));
   }
 }
 
@@ -240,13 +216,14 @@ __device__ __forceinline__ void multiply_half(float (&products)[64], uint32_t ro
   for (int k = 0; k < kStep / 32; ++k)
     ptx::multiply_64x128(products, ptx::operand(rows + k * ptx::kNext32Bytes),
                          ptx::operand(columns + k * ptx::kNext32Bytes), k > 0);
-  ptx::products_end();
+  ptx::products_end(products);
 }
 
-// [warp group] Compute its rows of a tile, or with has_rows = false only let the others go on.
+// [warp group] Compute its rows of a tile, or with has_rows = false only let the others go on. `row`: the first of the
+// thread's two rows.
 template <int kHalves>
-__device__ __forceinline__ void multiply_tile(Shared& shared, const Float8Gemm& gemm, const Tile& tile,
-                                              Ring<kStages>& stage, int group, int row, bool has_rows) {
+__device__ __forceinline__ void multiply_tile(Multiplying<Stage, Tile>& multiplying, const Float8Gemm& gemm,
+                                              const Tile& tile, int group, int row, bool has_rows) {
   const int steps = div_up(gemm.length, kStep);
   float sums[kHalves][64];
 #pragma unroll
@@ -256,23 +233,22 @@ __device__ __forceinline__ void multiply_tile(Shared& shared, const Float8Gemm& 
   const ScalePlaces places(gemm, tile, row);
   for (int step = 0; step < steps; ++step) {
     const Scales scales = places.load(step);
-    const Stage& from = shared.stages[stage.place];
-    // The same in all threads of the group, which the compiler does not know.
-    const uint32_t rows = __shfl_sync(~0u, ptx::operand_place(from.rows + group * kGroupRows * kStep), 0);
-    const uint32_t weights = __shfl_sync(~0u, ptx::operand_place(from.weights), 0);
-    ptx::barrier_wait(&shared.loaded[stage.place], stage.parity);
+    const Stage& from = multiplying.stage();
+    const uint32_t rows = same_in_warp(ptx::operand_place(from.rows + group * kGroupRows * kStep));
+    const uint32_t weights = same_in_warp(ptx::operand_place(from.weights));
+    multiplying.wait();
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float products[64];
       if (has_rows) multiply_half(products, rows, weights + half * (kHalf * kStep / 16));
-      if (half == kHalves - 1 && threadIdx.x % 32 == 0) ptx::barrier_arrive(&shared.free[stage.place]);
+      if (half == kHalves - 1) multiplying.release();
       if (has_rows) {
         const float first = scales.row[0] * scales.weight[half], second = scales.row[1] * scales.weight[half];
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[half][i] = fmaf(products[i], i % 4 < 2 ? first : second, sums[half][i]);
       }
     }
-    stage.advance();
+    multiplying.advance();
   }
   if (has_rows)
 #pragma unroll
@@ -280,24 +256,18 @@ __device__ __forceinline__ void multiply_tile(Shared& shared, const Float8Gemm& 
 }
 
 // [warp group] Compute its rows of the block's tiles.
-__device__ void multiply(Shared& shared, const Float8Gemm& gemm) {
-  const int group = __shfl_sync(~0u, threadIdx.x / kGroupThreads - 1, 0);
-  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
-  Ring<kStages> stage;
-  Ring<2> known;
+__device__ void multiply(Pipeline<Stage, Tile>& pipeline, const Float8Gemm& gemm) {
+  const int group = own_group();
+  Multiplying<Stage, Tile> multiplying(pipeline);
   while (true) {
-    ptx::barrier_wait(&shared.tile_known[known.place], known.parity);
-    const Tile tile = shared.tiles[known.place];
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(&shared.tile_free[known.place]);
-    known.advance();
+    const Tile tile = multiplying.take_tile();
     if (tile.expert < 0) break;
-    const int first_row = tile.row + group * kGroupRows, row = first_row + thread / 32 * 16 + lane / 4;
-    const bool has_rows = __shfl_sync(~0u, first_row < tile.end, 0);
+    const int first_row = tile.row + group * kGroupRows, row = first_row + row_of_sums();
+    const bool has_rows = same_in_warp(first_row < tile.end);
     if (tile.column + kHalf < gemm.columns)
-      multiply_tile<2>(shared, gemm, tile, stage, group, row, has_rows);
+      multiply_tile<2>(multiplying, gemm, tile, group, row, has_rows);
     else
-      multiply_tile<1>(shared, gemm, tile, stage, group, row, has_rows);
+      multiply_tile<1>(multiplying, gemm, tile, group, row, has_rows);
   }
 }
 
@@ -305,34 +275,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     float8_gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap rows,
                        const __grid_constant__ CUtensorMap weights) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x == 0) {
-    ptx::prefetch(&rows);
-    ptx::prefetch(&weights);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.loaded[i], 1);
-      ptx::barrier_init(&shared.free[i], kMultiplyingWarps);
-    }
-    for (int i = 0; i < 2; ++i) {
-      ptx::barrier_init(&shared.tile_known[i], 1);
-      ptx::barrier_init(&shared.tile_free[i], kMultiplyingWarps);
-    }
-    ptx::fence_barrier_init();
-  }
-  __syncthreads();
-  if (threadIdx.x < kGroupThreads) {
-    ptx::give_registers<kLoadRegisters>();
-    if (threadIdx.x < 32) load(shared, p, rows, weights);
-  } else {
-    ptx::take_registers<kMultiplyRegisters>();
-    multiply(shared, p.gemm);
-  }
+  auto& pipeline = *reinterpret_cast<Pipeline<Stage, Tile>*>(memory);
+  run(pipeline, [&] { load(pipeline, p, rows, weights); }, [&] { multiply(pipeline, p.gemm); });
 }
 
 }  // namespace
 
 void float8_gemm(const Float8Gemm& gemm, int num_sms, cudaStream_t stream) {
   if (gemm.num_rows == 0 || gemm.columns == 0 || gemm.experts == 0) return;
+  if (gemm.num_shifts > std::numeric_limits<int32_t>::max())
+    throw std::runtime_error("the weights of experts lie " + std::to_string(gemm.num_shifts) +
+                             " times 16 bytes apart, but fewer than 2^31 times are allowed");
   const cuuint64_t length = gemm.length;
   const cuuint64_t row_sizes[] = {length, static_cast<cuuint64_t>(gemm.num_rows)};
   const cuuint64_t sizes[] = {length, static_cast<cuuint64_t>(gemm.columns), static_cast<cuuint64_t>(gemm.num_shifts)};
@@ -343,7 +296,7 @@ void float8_gemm(const Float8Gemm& gemm, int num_sms, cudaStream_t stream) {
   const int row_tiles = gemm.num_rows / kRows + std::min(gemm.experts, gemm.num_rows);
   const int tiles = row_tiles * div_up(gemm.columns, kColumns);
   const int rounds = rounds_of(tiles, num_sms);
-  launch(float8_gemm_kernel, rounds == 1 ? tiles : rounds * num_sms, kThreads, sizeof(Shared), stream,
+  launch(float8_gemm_kernel, rounds == 1 ? tiles : rounds * num_sms, kThreads, sizeof(Pipeline<Stage, Tile>), stream,
          Params{gemm, num_sms, rounds}, rows, weights);
 }
 

@@ -14,17 +14,17 @@ struct GradRows {
   const int32_t* ends;  // behind the last row of each expert
 };
 
-// out[e] += the sum of grad[r]^T x rows[r] over the rows r of expert first_expert + e in all sets.
+// out[e] += the sum of grad[r]^T x rows[r] over the rows r of expert e in all sets. Subnormal numbers count as 0 in
+// that addition.
 struct WeightGrad {
   GradRows sets[2];
   int32_t num_sets;
   const int64_t* out;  // [experts]: addresses of float32 [n, k], multiples of 16
-  int32_t n, k, experts, first_expert;
-  const int32_t* held;  // int32 [experts, 3], or null: out[e] stays as it is where held[e, 0] < 0
+  int32_t n, k, experts;
 };
 
-// [host] Launch it. Addresses, strides, n and k of rows are multiples of 16 bytes. Throw std::runtime_error if that
-// fails.
+// [host] Launch it. Addresses and strides of rows are multiples of 16 bytes, n and k multiples of 8. Throw
+// std::runtime_error if that fails.
 void weight_grad(const WeightGrad& grad, int num_sms, cudaStream_t stream);
 
 }  // namespace ep::cuda
