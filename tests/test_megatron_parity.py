@@ -460,6 +460,15 @@ def test_alone_and_refused():
     assert "Traceback" not in errors
 
 
+def test_an_error_in_a_step_is_said_to_be_of_one_layer():
+    """With capacity for more than all tokens, alltoall of megatron-core 0.16.1 reshapes what it does not have."""
+    flags = (*SMALL, "--steps", "1", "--moe-expert-capacity-factor", "6", "--moe-pad-expert-input-to-capacity")
+    code, _, errors = run_module(MODULE, *flags)
+    assert code == 1 and "parity: the layer with alltoall raised RuntimeError in step 1 on rank 0\n" in errors
+    code, output, errors = run_module(MODULE, *flags, "--against", "allgather")
+    assert code == 0 and SAME + "allgather" in output, errors
+
+
 def test_one_rank_with_a_bias_is_refused():
     """Megatron adds it in place to what a reduction over one rank has returned, and autograd forbids that."""
     from ep_dispatcher.tools.parity import arguments

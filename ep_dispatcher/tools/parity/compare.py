@@ -363,6 +363,17 @@ def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, Tensor | No
     return {"routing map": maps[0], "output": out, "input gradient": x_grad, **gradients}
 
 
+@contextlib.contextmanager
+def _says_whose_error(name: str, step: int) -> Iterator[None]:
+    """Say on this rank which layer raises an error. The traceback does not tell the two dispatchers apart."""
+    try:
+        yield
+    except Exception as error:  # of any kind: it is raised again
+        place = f"step {step + 1} on rank {dist.get_rank()}"
+        sys.stderr.write(f"parity: the layer with {name} raised {type(error).__name__} in {place}\n")
+        raise
+
+
 def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
     """Run all steps that are compared. Return the differences of all ranks by tensor, the same on every rank."""
     mine: dict[str, list[Part]] = {}
@@ -374,7 +385,8 @@ def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
         pair = (run.reference, run.tested)
         for name in (*pair, *layers.keys() - {*pair}):  # float32 follows the reference
             x, grad = _on_device(layers[name], x, grad)
-            results[name] = _results(layers[name], x, grad, run.args.seed + step)
+            with _says_whose_error(name, step):
+                results[name] = _results(layers[name], x, grad, run.args.seed + step)
         for name, tested in results[run.tested].items():
             expert = inputs.expert_of(layers[run.tested], name)
             parts = mine.setdefault(name if expert is None else inputs.shared_name(name), [])
