@@ -11,6 +11,7 @@ from lib.dispatch_combine import Case
 from lib.experts import CLOSE, INTERMEDIATE, dense_results, layer, make_case, weights_of
 from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
+import ep_dispatcher as ep
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import NAMED
 from ep_dispatcher.tools.testing import device_of
@@ -37,6 +38,29 @@ def test_the_activation_and_its_gradients(ends, dtype, name):
     close(grad_hidden[:end], leaves[0].grad, dtype)
     close(grad_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
     assert not grad_weights[end:].any()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_take_an_activation_as_plain_constants(monkeypatch, name):
+    """Triton 3.8 makes a plain tuple of a NamedTuple, and its hooks write constants as JSON."""
+    pytest.importorskip("triton")
+    from ep_dispatcher.moe import activation_kernels, float8_gemm_kernels
+
+    taken = []
+    for module, kernel in (
+        (activation_kernels, "activate"),
+        (activation_kernels, "activate_grad"),
+        (float8_gemm_kernels, "quantize"),
+    ):
+        monkeypatch.setattr(module, f"_launch_{kernel}", lambda grid, configuration, *_: taken.append(configuration))
+    act, ends = FAMILIES[name], torch.tensor([2], dtype=torch.int32)
+    grad, hidden, weights = torch.ones(2, 128), torch.ones(2, 128 * act.pair), torch.ones(2)
+    activation_kernels.activate(hidden, weights, ends, act)
+    activation_kernels.activate_grad(grad, hidden, weights, ends, act, None, None)
+    for activation in (None, act):
+        float8_gemm_kernels.quantize(hidden, ends, ep.QuantizedRows(grad, weights[:, None]), weights, activation)
+    plain = (bool, int, float, str, type(None))
+    assert len(taken) == 4 and all(type(value) in plain for one in taken for value in one.constants.values())
 
 
 @pytest.mark.parametrize("weighted", [False, True])

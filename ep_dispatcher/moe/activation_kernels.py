@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -57,7 +58,16 @@ def activate_grad(
 
 @functools.cache
 def _activation_configuration(activation: Activation, **constants: int) -> Configuration:
-    return Configuration(dict(ACT=activation, BLOCK=COLUMNS) | constants)
+    return Configuration(constants_of(activation) | dict(BLOCK=COLUMNS) | constants)
+
+
+def constants_of(activation: Activation | None) -> dict[str, Any]:
+    """Return the constexpr parameters of an activation, which are its fields. Without one they are None.
+
+    The activation itself cannot be a parameter, because some versions of Triton make a plain tuple of it.
+    """
+    names = map(str.upper, Activation._fields)
+    return dict.fromkeys(names) if activation is None else dict(zip(names, activation))
 
 
 @triton.jit
@@ -67,51 +77,51 @@ def _tanh(x):
 
 # Each returns a value and its derivative; the compiler drops what is not used.
 @triton.jit
-def activation_value(x, ACT: tl.constexpr):
-    if ACT.limit is not None:
-        inside = x <= ACT.limit
-        x = tl.minimum(x, ACT.limit)
-    if ACT.function == "silu":
+def activation_value(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr):
+    if LIMIT is not None:
+        inside = x <= LIMIT
+        x = tl.minimum(x, LIMIT)
+    if FUNCTION == "silu":
         scaled = x
-        if ACT.alpha != 1:
-            scaled = ACT.alpha * x
+        if ALPHA != 1:
+            scaled = ALPHA * x
         sigmoid = tl.sigmoid(scaled)
         value = x * sigmoid
         slope = sigmoid * (1 + scaled * (1 - sigmoid))
-    elif ACT.function == "gelu":
+    elif FUNCTION == "gelu":
         erf = tl.erf(x * 0.7071067811865476)
         value = x * (1 + erf) * 0.5
         slope = (1 + erf) * 0.5 + x * tl.exp(-x * x * 0.5) * 0.3989422804014327
-    elif ACT.function == "gelu_tanh":
+    elif FUNCTION == "gelu_tanh":
         tanh = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         value = x * (1 + tanh) * 0.5
         slope = (1 + tanh) * 0.5 + x * (1 - tanh * tanh) * 0.3989422804014327 * (1 + 0.134145 * x * x)
-    elif ACT.function == "squared_relu":
+    elif FUNCTION == "squared_relu":
         positive = tl.maximum(x, 0.0)
         value = positive * positive
         slope = 2 * positive
     else:
         sigmoid = tl.sigmoid(x)
-        tanh = _tanh(x / ACT.beta)
-        value = ACT.beta * tanh * sigmoid
+        tanh = _tanh(x / BETA)
+        value = BETA * tanh * sigmoid
         slope = (1 - tanh * tanh) * sigmoid + value * (1 - sigmoid)
-    if ACT.limit is not None:
+    if LIMIT is not None:
         slope = tl.where(inside, slope, 0.0)
     return value, slope
 
 
 @triton.jit
-def linear_value(up, ACT: tl.constexpr):
+def linear_value(up, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, LINEAR_BETA: tl.constexpr):
     slope = tl.full(up.shape, 1.0, tl.float32)
-    if ACT.function == "situ":
-        tanh = _tanh(up / ACT.linear_beta)
-        up = ACT.linear_beta * tanh
+    if FUNCTION == "situ":
+        tanh = _tanh(up / LINEAR_BETA)
+        up = LINEAR_BETA * tanh
         slope = 1 - tanh * tanh
-    if ACT.limit is not None:
-        slope = tl.where(tl.abs(up) <= ACT.limit, slope, 0.0)
-        up = tl.minimum(tl.maximum(up, -ACT.limit), ACT.limit)
-    if ACT.offset != 0:
-        up += ACT.offset
+    if LIMIT is not None:
+        slope = tl.where(tl.abs(up) <= LIMIT, slope, 0.0)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if OFFSET != 0:
+        up += OFFSET
     return up, slope
 
 
@@ -123,21 +133,27 @@ def _activate(
     out,
     columns,
     experts,
-    ACT: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(ends + experts - 1):
         return
     weight = tl.load(row_weights + row)
-    hidden += row * columns * ACT.pair
+    hidden += row * columns * (2 if GATED else 1)
     for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
-        value, _ = activation_value(gate, ACT)
-        if ACT.gated:
+        value, _ = activation_value(gate, FUNCTION, ALPHA, LIMIT, BETA)
+        if GATED:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, _ = linear_value(up, ACT)
+            up, _ = linear_value(up, FUNCTION, LIMIT, OFFSET, LINEAR_BETA)
             value = value * up
         tl.store(out + row * columns + i, (value * weight).to(out.dtype.element_ty), i < columns)
 
@@ -155,7 +171,13 @@ def _activate_grad(
     bias,
     wide,
     experts,
-    ACT: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -165,17 +187,17 @@ def _activate_grad(
         return
     weight = tl.load(row_weights + row)
     total = tl.zeros((BLOCK,), tl.float32)
-    pair = columns * ACT.pair
+    pair = columns * (2 if GATED else 1)
     hidden += row * pair
     out += row * pair
     for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
         upstream = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
-        value, slope = activation_value(gate, ACT)
-        if ACT.gated:
+        value, slope = activation_value(gate, FUNCTION, ALPHA, LIMIT, BETA)
+        if GATED:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, up_slope = linear_value(up, ACT)
+            up, up_slope = linear_value(up, FUNCTION, LIMIT, OFFSET, LINEAR_BETA)
             total += upstream * value * up
             upstream *= weight
             tl.store(out + columns + i, (upstream * value * up_slope).to(out.dtype.element_ty), i < columns)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.activation_kernels import activation_value, linear_value
+from ep_dispatcher.moe.activation_kernels import activation_value, constants_of, linear_value
 from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
 from ep_dispatcher.moe.grouped_gemm_kernels import BLOCK
@@ -120,7 +120,7 @@ def quantize(
 
 @functools.cache
 def _row_configuration(activation: Activation | None) -> Configuration:
-    return Configuration(dict(ACT=activation, TILE_ROWS=TILE_ROWS))
+    return Configuration(constants_of(activation) | dict(TILE_ROWS=TILE_ROWS))
 
 
 def dequantize(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
@@ -140,16 +140,34 @@ def _place(ends, experts, columns, TILE_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _quantize(x, row_weights, ends, rows, scales, columns, experts, ACT: tl.constexpr, TILE_ROWS: tl.constexpr):
+def _quantize(
+    x,
+    row_weights,
+    ends,
+    rows,
+    scales,
+    columns,
+    experts,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
     row, column, inside_m, inside = _place(ends, experts, columns, TILE_ROWS)
-    if ACT is None:
+    if FUNCTION is None:
         at = x + row.to(tl.int64)[:, None] * columns + column[None, :]
         value = tl.load(at, inside, 0).to(tl.float32)
     else:
-        at = x + row.to(tl.int64)[:, None] * columns * ACT.pair + column[None, :]
-        value, _ = activation_value(tl.load(at, inside, 0).to(tl.float32), ACT)
-        if ACT.gated:
-            up, _ = linear_value(tl.load(at + columns, inside, 0).to(tl.float32), ACT)
+        at = x + row.to(tl.int64)[:, None] * columns * (2 if GATED else 1) + column[None, :]
+        gate = tl.load(at, inside, 0).to(tl.float32)
+        value, _ = activation_value(gate, FUNCTION, ALPHA, LIMIT, BETA)
+        if GATED:
+            up = tl.load(at + columns, inside, 0).to(tl.float32)
+            up, _ = linear_value(up, FUNCTION, LIMIT, OFFSET, LINEAR_BETA)
             value = value * up
         value = value * tl.load(row_weights + row, inside_m, 0)[:, None]
     scale, inverse = _scale_of(tl.max(tl.abs(value), 1))
