@@ -42,7 +42,7 @@ KINDS = {  # of kernels, by a part of their name; the first that fits
     "gradients and weights between ranks": r"nccl.*(reduce|gather)",
     "dispatch, combine, permutes": r"nccl|dispatch|combine|permute|sort_chunks|deep_ep|hybrid_ep|direct_kernel",
     "attention": r"attention|fmha|flash|sdpa|cudnn",
-    "GEMMs": r"gemm|nvjet|cutlass|xmma|_products",
+    "GEMMs": r"gemm|nvjet|cutlass|xmma|_products|^_multiply|weight_grad_kernel",
     "optimizer": r"adam|multi_tensor|l2norm",
 }
 COLORS = ("#d95f02", "#7a0177", "#9ecae1", "#2ca02c", "#e7298a", "#cccccc")

@@ -2,7 +2,7 @@
 are added to float32.
 
 Their results are those of the Triton kernels, bit for bit, but subnormal numbers count as 0 where gradients are added.
-On an H200 (benchmarks/float8_experts.py and grouped_gemm.py) the first takes 0.71 to 0.93 of the Triton kernel's time
+On an H200 (benchmarks/float8_experts.py and grouped_gemm.py) the first takes 0.68 to 0.96 of the Triton kernel's time
 with 512 to 4096 rows per expert, and longer with 64. The second takes 0.83 to 0.90 with 1024 rows or more, as long with
 512, and longer with fewer.
 """
