@@ -154,12 +154,6 @@ def _zeros_if_none(grad: Tensor | None, plan: Tensor, shape: tuple[int, ...], dt
 # gets only the outputs that can have a gradient, and set_materialize_grads(False).
 
 
-def _dispatch_with_anchor(buffer: Buffer, request: DispatchRequest) -> Received:
-    engine = buffer.live_engine()
-    received = engine.dispatch(request)
-    return with_anchor(request, received, engine.zero()) if request.quantize else received
-
-
 class _EagerDispatch(torch.autograd.Function):
     """A dispatch with its gradient. ``results`` is a list that gets all outputs, with a gradient or not."""
 
@@ -172,7 +166,7 @@ class _EagerDispatch(torch.autograd.Function):
         buffer: Buffer,
         results: list[Received],
     ) -> tuple[Tensor | None, ...]:
-        received = _dispatch_with_anchor(buffer, request)
+        received = with_anchor(request, buffer.live_engine().dispatch(request))
         results.append(received)
         ctx.set_materialize_grads(False)
         _save_for_combine(ctx, received, buffer, request)
@@ -249,7 +243,7 @@ def _differentiable_dispatch(buffer: Buffer, request: DispatchRequest) -> Receiv
     if is_observed(request.observable_fields()):
         return call_dispatch_op(buffer, request)
     if needs_no_autograd():
-        return _dispatch_with_anchor(buffer, request)
+        return with_anchor(request, buffer.live_engine().dispatch(request))
     results: list[Received] = []
     _eager_dispatch(request.rows, request.topk_weights, request, buffer, results)
     return results[0]  # the tensors that apply() has returned too, with their gradient

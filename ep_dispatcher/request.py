@@ -127,17 +127,12 @@ class Received(NamedTuple):
     anchor: Tensor | None = None  # of a quantized dispatch with gradients (QuantizedRows); made by with_anchor
 
 
-def with_anchor(request: DispatchRequest, received: Received, zero: Tensor | None = None) -> Received:
-    """Return the tensors of a dispatch with gradients. A quantized one gets an anchor, which needs no memory.
-
-    zero: a tensor without dimensions that may be used for it; None: make one, which takes a kernel on a GPU
-    """
+def with_anchor(request: DispatchRequest, received: Received) -> Received:
+    """Return the tensors of a dispatch with gradients. A quantized one gets an anchor, which needs no memory."""
     if not request.quantize:
         return received
     num_rows, hidden = received.rows.shape
-    if zero is None:
-        zero = request.rows.new_zeros(())
-    return received._replace(anchor=zero.expand(num_rows, hidden))
+    return received._replace(anchor=request.rows.new_zeros(()).expand(num_rows, hidden))
 
 
 class Planned(NamedTuple):

@@ -128,10 +128,6 @@ class Engine(Protocol):
     def dispatch(self, request: DispatchRequest) -> Received:
         """Send rows to the ranks of their experts, and receive."""
 
-    def zero(self) -> Tensor | None:
-        """Return a zero of the buffer's dtype that nobody writes, without dimensions. None: the engine keeps none."""
-        return None
-
     def check_routing(self, topk_idx: Tensor, num_experts: int | None = None) -> None:
         """Raise ValueError for an invalid entry, if the host can read it without a wait.
 

@@ -65,7 +65,6 @@ class CudaOperations(Streams, Engine):
     _reported_message_rows: Tensor  # int32, pinned: MessageRows of the compiled module; written by kernels
     _rail: NcclRail | None
     pending: _PendingLaunch | None
-    _zero: Tensor | None = None
 
     def __init__(self, config: EngineConfig):
         self.config, self._topology, self._num_local_experts = config, config.topology, config.num_local_experts
@@ -98,12 +97,6 @@ class CudaOperations(Streams, Engine):
             if needs_counts and (self._c.has_report() or self.health.ended):
                 self._raise_when_in_step()
         return received
-
-    def zero(self) -> Tensor | None:
-        if self._zero is None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
-            with torch.inference_mode(False):
-                self._zero = torch.zeros((), dtype=self.config.dtype, device=self._device)
-        return self._zero
 
     def _dispatch_with_counts(self, request: DispatchRequest, stream: int, ranges: NoProfilerRanges) -> Received:
         """Plan and stage, wait for the counts, allocate that number of rows, and pull them."""
