@@ -158,7 +158,18 @@ class FewerArguments(Launcher):
         raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("kind", [OtherOrder, OtherArguments, FewerArguments])
+class TwoLaunches(Launcher):
+    def __call__(self, *args):
+        self.launch(*args)
+        self.launch(*args)
+
+
+class NeedsAnAllocator(Launcher):
+    def __call__(self, *args):
+        raise RuntimeError("no allocator is set")
+
+
+@pytest.mark.parametrize("kind", [OtherOrder, OtherArguments, FewerArguments, TwoLaunches, NeedsAnAllocator])
 def test_an_unknown_version_launches_by_itself(calls, kind):
     assert DirectLaunch.of(compiled(kind(Recorder(calls)), None), [torch.zeros(4), 32]) is None
 

@@ -6,7 +6,7 @@ from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.address_table import address_table
-from ep_dispatcher.moe.expert_matrices import KeptMatrices, WithCopies, addresses_of, lowest_and_shifts
+from ep_dispatcher.moe.expert_matrices import DescribedMatrices, WithCopies, lowest_and_shifts
 from ep_dispatcher.tools.testing import device_of
 
 PLACES = ("together", "backwards", "apart", "parted", "odd")
@@ -68,37 +68,21 @@ def test_where_weights_can_lie_without_a_copy():
         assert torch.equal(copies[1], weights[1])
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_addresses_of_matrices_that_move(together):
-    """Together, as Megatron's main_grad when their memory is freed and allocated again; or one alone, by its `data`."""
-    memory = torch.zeros(3, 4, 8)
-    kept = KeptMatrices(memory, move_together=together)
-    assert addresses_of(kept) == tuple(one.data_ptr() for one in kept) == addresses_of(list(memory))
-    storage = memory.untyped_storage()
-    storage.resize_(0)
-    in_the_way = torch.zeros(3, 4, 8)
-    storage.resize_(in_the_way.nbytes)
-    assert addresses_of(kept) == tuple(one.data_ptr() for one in kept)
-    if not together:
-        kept[1].data = torch.zeros(4, 8)
-        assert addresses_of(kept) == tuple(one.data_ptr() for one in kept)
-
-
-def test_kept_matrices_are_described_again_where_they_have_moved():
+def test_matrices_are_described_again_where_they_have_moved():
     pytest.importorskip("triton", reason="Triton is not installed")
     from ep_dispatcher.moe.grouped_gemm_kernels import describe_weights
 
-    kept = KeptMatrices(torch.zeros(8, 16) for _ in range(3))
+    weights = DescribedMatrices(torch.zeros(8, 16) for _ in range(3))
     for _ in range(2):
-        before = describe_weights(kept, [4, 8])
-        assert describe_weights(kept, [4, 8]) is before and describe_weights(kept, [8, 4]) is not before
-        assert str(before) == str(describe_weights([*kept], [4, 8]))
-        kept[2].data = torch.zeros(8, 16)
-    kept[0].data = torch.zeros(16, 8).t()
-    copied = describe_weights(kept, [4, 8])[0].base
-    assert torch.equal(copied, kept[0])
-    kept[0].data.fill_(1)
-    assert describe_weights(kept, [4, 8])[0].base[0, 0] == 1, "copied anew"
+        before = describe_weights(weights, [4, 8])
+        assert describe_weights(weights, [4, 8]) is before and describe_weights(weights, [8, 4]) is not before
+        assert str(before) == str(describe_weights([*weights], [4, 8]))
+        weights[2].data = torch.zeros(8, 16)
+    weights[0].data = torch.zeros(16, 8).t()
+    copied = describe_weights(weights, [4, 8])[0].base
+    assert torch.equal(copied, weights[0])
+    weights[0].data.fill_(1)
+    assert describe_weights(weights, [4, 8])[0].base[0, 0] == 1, "copied anew"
 
 
 def test_ends_are_those_of_the_counts(engine):

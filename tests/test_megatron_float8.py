@@ -45,6 +45,7 @@ from ep_dispatcher.integrations.megatron.dispatcher import experts_interface, gr
 from ep_dispatcher.integrations.megatron.grouped_experts import experts, float8, wrappers
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.float8_gemm import quantize_weights
+from ep_dispatcher.moe.grouped_mlp import Parameters
 
 BFLOAT16 = dict(bf16=True, params_dtype=torch.bfloat16)
 
@@ -405,6 +406,18 @@ def test_replays_quantize_in_the_first_microbatch_of_a_step(rank: int, trains_be
         handle.remove()
         change_without_a_trace(layer)
         step_of_three()
+
+
+def test_copies_of_other_sizes_are_not_written_to():
+    """As after experts whose weights have changed their shape, or have moved."""
+    weights = [torch.randn(4, 128, 256).bfloat16(), torch.randn(4, 256, 128).bfloat16()]
+    earlier = float8._quantized(Parameters(*weights))
+    again = float8._quantized(Parameters(*(2 * one for one in weights)), earlier)
+    assert [one.rows.data_ptr() for one in again] == [one.rows.data_ptr() for one in earlier]
+    for others in (weights[::-1], [one[:3] for one in weights]):
+        found = float8._quantized(Parameters(*others), earlier)
+        assert [one.rows.shape for one in found] == [one.shape for one in others]
+        assert all(torch.equal(a, b) for one, other in zip(found, others) for a, b in zip(one, quantize_weights(other)))
 
 
 @on_ranks()

@@ -33,25 +33,20 @@ class WithCopies(Sequence[Tensor]):
         return itertools.chain(self.own, self.copies)
 
 
-class KeptMatrices(list[Tensor]):
-    """Separate matrices, in a list that is kept from pass to pass and does not change.
+class DescribedMatrices(list[Tensor]):
+    """Separate matrices, in a list that does not change from pass to pass.
 
     descriptions  what kernels need to know of them, as found out by a function of this package, with their addresses
                   then: a tensor may get other memory, by assigning to its ``data``
-    addresses     those of matrices that move together only, if they move at all; None: each may move alone
     """
 
-    def __init__(self, matrices: Iterable[Tensor], move_together: bool = False):
+    def __init__(self, matrices: Iterable[Tensor]):
         super().__init__(matrices)
         self.descriptions: dict[Any, tuple[tuple[int, ...], Any]] = {}
-        self.addresses = tuple(map(Tensor.data_ptr, self)) if move_together else None
 
 
 def addresses_of(matrices: ExpertMatrices) -> tuple[int, ...]:
     """Return the address of each matrix. A loop in Python would take the host almost twice as long."""
-    known = matrices.addresses if type(matrices) is KeptMatrices else None
-    if known and known[0] == matrices[0].data_ptr():
-        return known
     return tuple(map(Tensor.data_ptr, matrices))
 
 

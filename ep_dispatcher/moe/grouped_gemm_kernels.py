@@ -24,8 +24,8 @@ from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
     BiasGradInputs,
+    DescribedMatrices,
     ExpertMatrices,
-    KeptMatrices,
     WeightGradInputs,
     WithCopies,
     addresses_of,
@@ -92,7 +92,7 @@ def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix,
         if even_step is not None:  # as below, without a tuple of all shifts
             num_shifts = (num_matrices(weights) - 1) * even_step + 1
             return _in_shifts(weights, num_shifts, block), None, 0, even_step
-    if type(weights) is not KeptMatrices:
+    if type(weights) is not DescribedMatrices:
         return _describe_separate(weights, block)
     addresses, of_block = addresses_of(weights), tuple(block)
     found = weights.descriptions.get(of_block)

@@ -29,7 +29,7 @@ from torch.nn import Module
 from ep_dispatcher.checks import POWERS_OF_TWO, ROW_GRANULARITY
 from ep_dispatcher.integrations.megatron.dispatcher import graphs, megatron_config
 from ep_dispatcher.moe import float8_gemm
-from ep_dispatcher.moe.expert_matrices import QuantizedMatrices
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
 from ep_dispatcher.moe.grouped_mlp import Float8, Parameters
 
 WIRE: Final = POWERS_OF_TWO  # how ep.dispatch quantizes
@@ -211,10 +211,18 @@ class Weights:
         return self._quantized
 
 
-def _quantized(parameters: Parameters, out: Float8 | None = None, skip: Tensor | None = None) -> Float8:
-    out_w1, out_w2 = out or (None, None)
+def _quantized(parameters: Parameters, earlier: Float8 | None = None, skip: Tensor | None = None) -> Float8:
+    """Quantize weights, to the memory of earlier ones if there are some of the same shapes on the same device."""
     w1, w2 = parameters.w1, parameters.w2
+    out_w1, out_w2 = earlier or (None, None)
+    if not (_fits(out_w1, w1) and _fits(out_w2, w2)):
+        out_w1 = out_w2 = None
     return float8_gemm.quantize_weights(w1, out_w1, skip), float8_gemm.quantize_weights(w2, out_w2, skip)
+
+
+def _fits(quantized: QuantizedMatrices | None, weights: ExpertMatrices) -> bool:
+    rows: Any = quantized and quantized.rows  # one tensor
+    return rows is not None and rows.shape == (len(weights), *weights[0].shape) and rows.device == weights[0].device
 
 
 def _viewed(weights: Iterable[Any]) -> QuantizedMatrices:

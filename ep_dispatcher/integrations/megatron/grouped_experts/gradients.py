@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ep_dispatcher.integrations.megatron.dispatcher import graphs, megatron_config, registration
 from ep_dispatcher.integrations.megatron.grouped_experts.megatron_experts import MegatronExperts
-from ep_dispatcher.moe.expert_matrices import KeptMatrices
 from ep_dispatcher.moe.grouped_mlp import Parameters, WriteGrads
 
 _requires_grad, _main_grad = attrgetter("requires_grad"), attrgetter("main_grad")
@@ -44,8 +43,6 @@ class Gradients:
         self._is_delivered = False  # whether a backward has called _deliver_in_graph, so that the anchor's hook is next
         self._anchor: Any = None  # the one weight that autograd sees, if CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
-        self._main_grads: Parameters | None = None  # what ``main_grads`` has returned, and in one list
-        self._flat_main_grads: list[Tensor] = []
 
     def take(
         self, experts: MegatronExperts, parameters: Parameters, *, runs_dispatch: bool
@@ -92,7 +89,7 @@ class Gradients:
         if fused:
             # The flag is False from when main_grad was filled with zeros until something is added.
             accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
-            write(self.main_grads(parameters, tensors), accumulate)
+            write(parameters.unflatten(list(map(_main_grad, tensors))), accumulate)
             _mark_added(tensors)
         else:
             grads = parameters.empty_like()
@@ -101,18 +98,6 @@ class Gradients:
                 one.grad = grad if one.grad is None else one.grad + grad
         _run_hooks(experts, tensors, fused)
 
-    def main_grads(self, parameters: Parameters, tensors: list[Any]) -> Parameters:
-        """Return the main_grad of each parameter. Those of DistributedDataParallel are parts of one tensor."""
-        found = list(map(_main_grad, tensors))
-        held = self._flat_main_grads
-        if self._main_grads is None or len(found) != len(held) or not all(map(is_, found, held)):
-            storages = {one.untyped_storage().data_ptr() for one in found}
-            fields = parameters.unflatten(found)
-            together = len(storages) == 1
-            kept: list[Any] = [None if field is None else KeptMatrices(field, together) for field in fields]
-            self._main_grads, self._flat_main_grads = Parameters(*kept), found
-        return self._main_grads
-
     def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
         """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
 
@@ -120,7 +105,7 @@ class Gradients:
         zeros before a step. Then autograd accumulates the anchor's gradient, and ``after_backward`` does the rest.
         """
         tensors: list[Any] = parameters.flat()
-        write(self.main_grads(parameters, tensors), True)
+        write(parameters.unflatten(list(map(_main_grad, tensors))), True)
         _mark_added(tensors)
         self._is_delivered = True
         return _dummy(parameters.w2[0]).detach()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ep_dispatcher.integrations.megatron.dispatcher import registration
-from ep_dispatcher.moe.expert_matrices import KeptMatrices
+from ep_dispatcher.moe.expert_matrices import DescribedMatrices
 from ep_dispatcher.moe.grouped_mlp import Parameters
 
 
@@ -73,7 +73,7 @@ def stand_in_for_buckets(module: Module, groups: dict[Tensor, Any]) -> Any:
     return types.SimpleNamespace(parameters=lambda recurse: weights.values())
 
 
-def _parameters(linears: Sequence[Module], name: str) -> KeptMatrices:
+def _parameters(linears: Sequence[Module], name: str) -> DescribedMatrices:
     """Return weight0, weight1, ... of one grouped layer, or the weights of many layers; likewise with biases."""
     named = (linear._parameters.items() for linear in linears)
-    return KeptMatrices(one for items in named for key, one in items if one is not None and key.startswith(name))
+    return DescribedMatrices(one for items in named for key, one in items if one is not None and key.startswith(name))
