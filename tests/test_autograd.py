@@ -262,6 +262,21 @@ def test_gradients_pass_straight_through_float8(rank, engine, payload, ranks_per
         assert weight_grad is None or not weight_grad.any()
 
 
+@on_ranks(2)
+def test_the_memory_of_an_anchor_may_be_freed(rank, engine):
+    """Megatron's schedule of 1F1B frees inputs after use. Other dispatches have anchors of their own."""
+    case = Case(2, 2, torch.bfloat16, payload="quantize")
+    x, topk_idx, weights = make_inputs(case).on(rank, device_of(engine, rank))
+    x.requires_grad_()
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        pairs = [ep.dispatch(buffer, x, topk_idx, weights, quantize=case.quantize).x for _ in range(2)]
+        right = ep.dequantize(pairs[1]).detach()
+        pairs[0].anchor.untyped_storage().resize_(0)
+        pairs.append(ep.dispatch(buffer, x, topk_idx, weights, quantize=case.quantize).x)
+        for pair in pairs[1:]:
+            assert_same(ep.dequantize(pair).detach(), right, "rows")
+
+
 @pytest.mark.parametrize("idle", [0, 1])
 @on_ranks(2)
 def test_a_rank_whose_loss_does_not_use_the_layer_adds_nothing_times_its_sum(rank, engine, idle):
