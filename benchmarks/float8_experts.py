@@ -130,10 +130,12 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
 
 
 def by_triton(call: Callable[[], object]) -> None:
-    """Call with the kernel for other GPUs."""
+    """Call with the Triton kernels only, as on GPUs other than Hopper."""
     usual, hopper_gemm.num_sms = hopper_gemm.num_sms, lambda device: 0  # type: ignore[assignment]
-    call()
-    hopper_gemm.num_sms = usual  # type: ignore[assignment]
+    try:
+        call()
+    finally:
+        hopper_gemm.num_sms = usual  # type: ignore[assignment]
 
 
 def by_pytorch(pair, weights, ends: torch.Tensor, is_fast: bool) -> torch.Tensor:

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from float8_experts import by_triton
 
-from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels, hopper_gemm
+from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels
 from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device, on_host
 
 DEVICE = "cuda"
@@ -140,10 +141,10 @@ def operations(case: Case, tiles: list) -> Iterator[tuple[str, Sides]]:
 def with_tile(tile: tuple, names: tuple[str, ...], call: Callable[[], object]) -> None:
     usual = {name: getattr(grouped_gemm_kernels, name) for name in names}
     vars(grouped_gemm_kernels).update(dict.fromkeys(names, tile if names == MULTIPLY_TILES else {math.inf: tile}))
-    on_hopper, hopper_gemm.num_sms = hopper_gemm.num_sms, lambda device: 0  # type: ignore[assignment]  # no tiles there
-    call()
-    hopper_gemm.num_sms = on_hopper  # type: ignore[assignment]
-    vars(grouped_gemm_kernels).update(usual)
+    try:
+        by_triton(call)
+    finally:  # a tile may not fit
+        vars(grouped_gemm_kernels).update(usual)
 
 
 def time_sides(sides: Sides, rounds: int) -> dict[str, float]:
