@@ -37,11 +37,6 @@ __device__ __forceinline__ void add_to_memory(float* p, float4 v) {
                : "memory");
 }
 
-// [thread] Bring a tensor map to the cache.
-__device__ __forceinline__ void prefetch(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // [warp group] Take registers from the other warp groups of the block, or give them back. All of its warps call it.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
@@ -60,14 +55,10 @@ __device__ __forceinline__ void give_registers() {
 __device__ __forceinline__ uint32_t operand_place(const void* box) { return (shared_address(box) & 0x3ffff) / 16; }
 constexpr uint32_t kNext32Bytes = 32 / 16;
 
+// [thread] Return an operand. kBoxBytes: if the sum runs along its columns, the bytes of each of the boxes that lie
+// side by side; otherwise the number is not used.
+template <uint32_t kBoxBytes = 16>
 __device__ __forceinline__ uint64_t operand(uint32_t place) {
-  constexpr uint64_t kEightRows = 1024 / 16, kSwizzle128 = 1;
-  return (kSwizzle128 << 62 | kEightRows << 32 | 1u << 16) | place;
-}
-
-// [thread] The same for an operand of several boxes side by side, kBoxBytes each, if the sum runs along its columns.
-template <uint32_t kBoxBytes>
-__device__ __forceinline__ uint64_t transposed_operand(uint32_t place) {
   constexpr uint64_t kEightRows = 1024 / 16, kSwizzle128 = 1, kNextBox = kBoxBytes / 16;
   return (kSwizzle128 << 62 | kEightRows << 32 | kNextBox << 16) | place;
 }

@@ -88,8 +88,8 @@ __device__ __forceinline__ void add_products(float (&sums)[128], const Stage& st
   ptx::products_begin(sums);
 #pragma unroll
   for (int k = 0; k < kStep / 16; ++k)
-    ptx::multiply_64x256(sums, ptx::transposed_operand<kBoxBytes>(grad + k * kNextRows),
-                         ptx::transposed_operand<kBoxBytes>(rows + k * kNextRows), add || k > 0);
+    ptx::multiply_64x256(sums, ptx::operand<kBoxBytes>(grad + k * kNextRows),
+                         ptx::operand<kBoxBytes>(rows + k * kNextRows), add || k > 0);
   ptx::products_end(sums);
 }
 

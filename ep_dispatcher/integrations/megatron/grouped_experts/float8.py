@@ -29,7 +29,7 @@ from torch.nn import Module
 from ep_dispatcher.checks import POWERS_OF_TWO, ROW_GRANULARITY
 from ep_dispatcher.integrations.megatron.dispatcher import graphs, megatron_config
 from ep_dispatcher.moe import float8_gemm
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape, num_matrices
 from ep_dispatcher.moe.grouped_mlp import Float8, Parameters
 
 WIRE: Final = POWERS_OF_TWO  # how ep.dispatch quantizes
@@ -222,7 +222,8 @@ def _quantized(parameters: Parameters, earlier: Float8 | None = None, skip: Tens
 
 def _fits(quantized: QuantizedMatrices | None, weights: ExpertMatrices) -> bool:
     rows: Any = quantized and quantized.rows  # one tensor
-    return rows is not None and rows.shape == (len(weights), *weights[0].shape) and rows.device == weights[0].device
+    shape = num_matrices(weights), *matrix_shape(weights)
+    return rows is not None and rows.shape == shape and rows.device == weights[0].device
 
 
 def _viewed(weights: Iterable[Any]) -> QuantizedMatrices:

@@ -59,7 +59,7 @@ class Gradients:
         fused = config.gradient_accumulation_fusion and hasattr(tensors[0], "main_grad")
 
         def deliver(write: WriteGrads) -> None:
-            self._deliver(experts, write, parameters, tensors, fused)
+            _deliver(experts, write, parameters, tensors, fused)
 
         overlaps = megatron_config.has_overlapped_wgrad(config) and not runs_dispatch
         if overlaps or getattr(config, "delay_wgrad_compute", False):
@@ -81,22 +81,6 @@ class Gradients:
                 anchor.register_post_accumulate_grad_hook(after_backward)
             return functools.partial(self._deliver_in_graph, parameters), anchor
         return deliver, None
-
-    def _deliver(
-        self, experts: MegatronExperts, write: WriteGrads, parameters: Parameters, tensors: list[Any], fused: bool
-    ) -> None:
-        """Write the gradients where Megatron looks for them, and call its hooks. tensors: those of the parameters"""
-        if fused:
-            # The flag is False from when main_grad was filled with zeros until something is added.
-            accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
-            write(parameters.unflatten(list(map(_main_grad, tensors))), accumulate)
-            _mark_added(tensors)
-        else:
-            grads = parameters.empty_like()
-            write(grads, False)
-            for one, grad in zip(tensors, grads.flat()):
-                one.grad = grad if one.grad is None else one.grad + grad
-        _run_hooks(experts, tensors, fused)
 
     def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
         """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
@@ -126,6 +110,23 @@ class Gradients:
         _run_hooks(experts, [weight for weight in tensors if weight is not anchor], True)
         if experts.ddp() is None:
             anchor.grad = None  # a dummy
+
+
+def _deliver(
+    experts: MegatronExperts, write: WriteGrads, parameters: Parameters, tensors: list[Any], fused: bool
+) -> None:
+    """Write the gradients where Megatron looks for them, and call its hooks. tensors: those of the parameters"""
+    if fused:
+        # The flag is False from when main_grad was filled with zeros until something is added.
+        accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
+        write(parameters.unflatten(list(map(_main_grad, tensors))), accumulate)
+        _mark_added(tensors)
+    else:
+        grads = parameters.empty_like()
+        write(grads, False)
+        for one, grad in zip(tensors, grads.flat()):
+            one.grad = grad if one.grad is None else one.grad + grad
+    _run_hooks(experts, tensors, fused)
 
 
 def _run_hooks(experts: MegatronExperts, weights: list[Any], fused: bool) -> None:
