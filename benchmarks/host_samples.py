@@ -1,8 +1,9 @@
 """Samples of the host's stack: whose code runs while the host launches work for a GPU.
 
 A signal looks at the stack from time to time. A sample stands for the time since the one before, because a signal waits
-until a call in C returns. An owner is that of the innermost function that is its own. Code in C counts for the Python
-function that called it.
+until a call in C returns; so a wait for the GPU counts for the line that waits. Looking takes some microseconds, which
+no sample counts: files and names are found out later. An owner is that of the innermost function that is its own. Code
+in C counts for the Python function that called it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import collections
 import signal
 import time
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 OWNERS = {  # by the package
     "ep_dispatcher": "this dispatcher and its experts",
@@ -28,31 +30,48 @@ class Sampler:
     """Notes the host's stack from time to time, inside ``with``. Only in the main thread, as signals go there."""
 
     def __init__(self, sample_us: int):
-        self._seconds = 1e-6 * sample_us
+        self._wait = 1e-6 * sample_us
         self._before = 0.0
-        self.samples: list[Sample] = []
+        self._is_on = False
+        self._noted: list[tuple[float, list[tuple[CodeType, dict[str, Any], int]]]] = []
         signal.signal(signal.SIGALRM, self._note)
 
     def __enter__(self) -> None:
-        self._before = time.perf_counter()
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
+        self._is_on = True
+        self._go_on()
 
     def __exit__(self, *_: object) -> None:
+        self._is_on = False  # a signal may have come that is not noted yet
         signal.setitimer(signal.ITIMER_REAL, 0)
 
+    def _go_on(self) -> None:
+        self._before = time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, self._wait)  # once: the next signal never comes while this one is noted
+
     def _note(self, _: int, frame: FrameType | None) -> None:
-        now, stack = time.perf_counter(), []
+        seconds, stack = time.perf_counter() - self._before, []
         while frame is not None:
-            stack.append((file_of(frame), frame.f_code.co_name, frame.f_lineno))
+            stack.append((frame.f_code, frame.f_globals, frame.f_lineno))
             frame = frame.f_back
-        self.samples.append((now - self._before, stack))
-        self._before = now
+        if self._is_on:
+            self._noted.append((seconds, stack))
+            self._go_on()
+
+    @property
+    def samples(self) -> list[Sample]:
+        def place(code: CodeType, names: dict[str, Any], line: int) -> Place:
+            return file_of(code, names), code.co_name, line
+
+        return [(seconds, [place(*one) for one in stack]) for seconds, stack in self._noted]
 
 
-def file_of(frame: FrameType) -> str:
-    """Return the file of a frame's module, from its package on. Folders around a package may have any names."""
-    module = frame.f_globals.get("__name__", "__main__")
-    return Path(frame.f_code.co_filename).name if module == "__main__" else f"{module.replace('.', '/')}.py"
+def file_of(code: CodeType, names: dict[str, Any]) -> str:
+    """Return the file of a module, from its package on. Folders around a package may have any names.
+
+    names: the module's
+    """
+    module = names.get("__name__", "__main__")
+    return Path(code.co_filename).name if module == "__main__" else f"{module.replace('.', '/')}.py"
 
 
 def shares(samples: list[Sample], total: float) -> dict[str, dict[str, float]]:

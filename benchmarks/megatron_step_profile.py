@@ -8,9 +8,10 @@
     python benchmarks/megatron_step_profile.py --draw runs/profile.png runs/alltoall.json runs/ours.json
 
 Rank 0 writes the file of the variable PROFILE, an absolute path, after its last profiled step: 10 steps warm up, 5 are
-timed, 3 run under PyTorch's profiler, 5 under the signals of host_samples.py. A step ends when its GPU is idle. In
-sampled steps the backward runs in the main thread, as a signal does not see others. Kinds of kernels may overlap, so
-their sum can be more than the busy time.
+timed, 3 run under PyTorch's profiler, and after another one 5 run under the signals of host_samples.py. A step ends
+when its GPU is idle. In sampled steps the backward runs in the main thread, as a signal does not see others: the step
+before them does so too, because then what torch.compile compiled for another thread is compiled again. Kinds of
+kernels may overlap, so their sum can be more than the busy time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -36,8 +38,9 @@ from host_samples import OTHERS, Sampler, shares
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WARM_UP, TIMED, TRACED, SAMPLED = 10, 5, 3, 5  # steps
+WARM_UP, TIMED, TRACED, SAMPLED = 10, 5, 3, 5  # steps; another one is between the last two
 SAMPLE_US = 500
+NAME_LENGTH = 160  # of a kernel, of which templates make thousands of letters
 KINDS = {  # of kernels, by a part of their name; the first that fits
     "gradients and weights between ranks": r"nccl.*(reduce|gather)",
     "dispatch, combine, permutes": r"nccl|dispatch|combine|permute|sort_chunks|deep_ep|hybrid_ep|direct_kernel",
@@ -46,6 +49,7 @@ KINDS = {  # of kernels, by a part of their name; the first that fits
     "optimizer": r"adam|multi_tensor|l2norm",
 }
 COLORS = ("#d95f02", "#7a0177", "#9ecae1", "#2ca02c", "#e7298a", "#cccccc")
+WAIT = re.compile(r"cuda\w*Synchronize")  # a call of CUDA in which the host waits for its GPU
 Interval = tuple[float, float]  # begin and end
 
 
@@ -83,7 +87,9 @@ class Profiled:
         self.step, self.path = step, path
         self.steps = 0
         self.times: list[float] = []
-        self.traces: list[list[tuple[str, Interval]]] = []  # kernels of each step, in microseconds from its own begin
+        # Kernels, and calls of CUDA, of each step, in microseconds from its own begin.
+        self.traces: list[list[tuple[str, Interval]]] = []
+        self.calls: list[list[tuple[str, Interval]]] = []
         self.sampler = Sampler(SAMPLE_US)
 
     def __call__(self, *args, **kwargs):
@@ -94,9 +100,9 @@ class Profiled:
             return self.timed(call)
         if TIMED <= at < TIMED + TRACED:
             return self.traced(call)
-        if TIMED + TRACED <= at < TIMED + TRACED + SAMPLED:
-            result = self.sampled(call)
-            if at == TIMED + TRACED + SAMPLED - 1 and os.environ.get("RANK", "0") == "0":
+        if TIMED + TRACED <= at <= TIMED + TRACED + SAMPLED:
+            result = self.sampled(call, nullcontext() if at == TIMED + TRACED else self.sampler)
+            if at == TIMED + TRACED + SAMPLED and os.environ.get("RANK", "0") == "0":
                 self.path.write_text(json.dumps(self.figures()))
             return result
         return call()
@@ -118,26 +124,36 @@ class Profiled:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             result = call()
             synchronize()
-        on_gpu = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        self.traces.append([(event.name, (event.time_range.start, event.time_range.end)) for event in on_gpu])
+        for noted, device_type in (
+            (self.traces, torch.autograd.DeviceType.CUDA),
+            (self.calls, torch.autograd.DeviceType.CPU),
+        ):
+            events = [event for event in trace.events() if event.device_type == device_type]
+            noted.append([(event.name, (event.time_range.start, event.time_range.end)) for event in events])
         return result
 
-    def sampled(self, call) -> Any:
+    def sampled(self, call, sampler: AbstractContextManager[None]) -> Any:
         import torch
 
         synchronize()
-        with torch.autograd.set_multithreading_enabled(False), self.sampler:
-            return call()
+        with torch.autograd.set_multithreading_enabled(False), sampler:
+            result = call()
+            synchronize()
+        return result
 
     def figures(self) -> dict[str, Any]:
         """Return what the file has, in milliseconds of a step."""
         milliseconds = 1e3 * statistics.median(self.times)
         host = shares(self.sampler.samples, milliseconds)
-        kinds: Counter[str] = Counter()
+        kinds, names = Counter[str](), Counter[str]()
         for name, (begin, end) in chain.from_iterable(self.traces):
-            kinds[kind_of(name)] += (end - begin) / 1e3 / TRACED
-        busy = sum(busy_time(interval for _, interval in kernels) for kernels in self.traces) / 1e3 / TRACED
-        return dict(step=milliseconds, busy=busy, kernels=dict(kinds.most_common())) | host
+            took = (end - begin) / 1e3 / TRACED
+            kinds[kind_of(name)] += took
+            names[f"{kind_of(name)}: {name[:NAME_LENGTH]}"] += took
+        on_gpu = dict(kernels=dict(kinds.most_common()), names=dict(names.most_common(40)))
+        waits = [[(name, interval) for name, interval in step if WAIT.fullmatch(name)] for step in self.calls]
+        times = dict(step=milliseconds, busy=mean_busy_time(self.traces), waits=mean_busy_time(waits))
+        return times | on_gpu | host
 
 
 def synchronize() -> None:
@@ -149,6 +165,11 @@ def synchronize() -> None:
 
 def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), OTHERS)
+
+
+def mean_busy_time(steps: list[list[tuple[str, Interval]]]) -> float:
+    """Return in milliseconds for how long of a step one or more of the events last."""
+    return sum(busy_time(interval for _, interval in events) for events in steps) / 1e3 / TRACED
 
 
 def busy_time(intervals: Iterable[Interval]) -> float:
@@ -167,9 +188,11 @@ def report(found: dict[str, Any]) -> list[str]:
     lines = []
     for name, one in found.items():
         lines += [f"{name}: a step takes {one['step']:.1f} ms, and its GPU is busy for {one['busy']:.1f} ms"]
+        lines += [f"  the host waits for its GPU for {one['waits']:.1f} ms"]
         for title in ("kernels", "owners"):
             lines += [f"  {title}: {', '.join(f'{key} {value:.1f}' for key, value in one[title].items())}"]
-        lines += ["  lines:", *(f"  {value:8.2f}  {key}" for key, value in list(one["lines"].items())[:12])]
+        for title in ("names", "lines"):
+            lines += [f"  {title}:", *(f"  {value:8.2f}  {key}" for key, value in list(one[title].items())[:12])]
     return lines
 
 

@@ -1,6 +1,7 @@
 """benchmarks/layer_host_time.py: every sample has one owner, and shares add up to the time of a pass."""
 
 import json
+import time
 
 import pytest
 from lib.commands import ROOT, torchrun
@@ -41,9 +42,29 @@ def test_a_sample_has_the_innermost_owner():
 
 def test_a_file_begins_with_its_package():
     """A virtual environment may be in a folder with the name of a package."""
-    names = {"__name__": "torch.nn"}
-    exec(compile("import sys\nframe = sys._getframe()", "/home/megatron/.venv/lib/torch/nn.py", "exec"), names)
-    assert host_samples.file_of(names["frame"]) == "torch/nn.py"
+    code = compile("", "/home/megatron/.venv/lib/torch/nn.py", "exec")
+    assert host_samples.file_of(code, {"__name__": "torch.nn"}) == "torch/nn.py"
+
+
+def test_looking_at_a_stack_is_not_in_the_samples():
+    """Under a deep stack a look took longer than the time until the next signal, so most samples were of looks."""
+    sampler = host_samples.Sampler(sample_us=30)
+
+    def deep(rest: int) -> None:
+        if rest:
+            return deep(rest - 1)
+        until = time.perf_counter() + 0.2
+        while time.perf_counter() < until:
+            pass
+
+    with sampler:
+        deep(100)
+    found = host_samples.shares(sampler.samples, 1.0)
+    assert len(sampler.samples) > 10 and found["owners"] == {"others": pytest.approx(1.0)}
+    assert max(found["functions"].values()) == pytest.approx(1.0, abs=0.05)
+    count = len(sampler.samples)
+    deep(0)
+    assert len(sampler.samples) == count, "a signal came outside of `with`"
 
 
 def test_float8_needs_experts_that_have_it(capsys):

@@ -66,8 +66,12 @@ def test_the_steps_of_a_trace_are_busy_one_after_the_other(tmp_path):
     one = megatron_step_profile.Profiled(None, tmp_path / "out.json")
     one.times = [0.01]
     one.traces = [[("gemm", (0.0, 2000.0)), ("adam", (1000.0, 3000.0))]] * megatron_step_profile.TRACED
+    calls = [("cudaStreamSynchronize", (500.0, 900.0)), ("cudaLaunchKernel", (0.0, 200.0))]
+    one.calls = [calls] * megatron_step_profile.TRACED
     found = one.figures()
     assert found["busy"] == pytest.approx(3.0) and found["kernels"] == pytest.approx({"GEMMs": 2.0, "optimizer": 2.0})
+    assert found["waits"] == pytest.approx(0.4)
+    assert found["names"] == pytest.approx({"GEMMs: gemm": 2.0, "optimizer: adam": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,13 @@ def test_kernels_have_a_kind(kernel, kind):
 
 
 def test_the_chart(tmp_path, capsys):
-    one = dict(step=250.0, busy=170.0, kernels={"GEMMs": 95.0, "others": 40.0, "dispatch, combine, permutes": 35.0})
+    one = dict(
+        step=250.0,
+        busy=170.0,
+        waits=30.0,
+        names={},
+        kernels={"GEMMs": 95.0, "others": 40.0, "dispatch, combine, permutes": 35.0},
+    )
     one |= dict(owners={"Megatron": 150.0, "Transformer Engine": 60.0, "others": 40.0}, lines={"a.py:1 f": 9.0})
     for name in ("alltoall", "ep_dispatcher"):
         (tmp_path / f"{name}.json").write_text(json.dumps(one))
