@@ -4,10 +4,10 @@
     python benchmarks/grouped_gemm.py --even --rounds 3  # 16 to 64 experts with 128 and 4096 rows each
     python benchmarks/grouped_gemm.py --tiles 128,256,64,8,3 128,128,64,4,4
 
-Times are medians, in microseconds, of CUDA graphs of ten calls, all sides in turn; in brackets TFLOP/s. "dense" is
-cuBLAS with all rows and the first expert's weights, "one expert" cuBLAS with the rows of one expert. "grad of W, +="
-adds in float32; for grouped_mm add_ does. The last lines give each operation's lowest throughput relative to
-grouped_mm's, whether it reaches 0.85, and the host time of a call.
+Times are medians, in microseconds, of CUDA graphs of ten calls, all sides in turn; in brackets TFLOP/s. "Triton" is
+ours without the compiled kernels for Hopper, "dense" cuBLAS with all rows and the first expert's weights, "one expert"
+cuBLAS with the rows of one expert. "grad of W, +=" adds in float32; for grouped_mm add_ does. The last lines give each
+operation's lowest throughput relative to grouped_mm's, whether it reaches 0.85, and the host time of a call.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def operations(case: Case, tiles: list) -> Iterator[tuple[str, Sides]]:
     }
     for name, (ours, theirs, dense, allowed) in calls.items():
         names = OUTER_TILES if "W" in name else MULTIPLY_TILES
-        sides = {"ours": ours, "grouped_mm": theirs}
+        sides = {"ours": ours, "Triton": partial(by_triton, ours), "grouped_mm": theirs}
         if dense is not None:
             torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=allowed)
             sides |= {"dense": partial(dense, every), "one expert": partial(dense, some)}

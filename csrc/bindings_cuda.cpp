@@ -12,8 +12,8 @@
 #include "cuda/balance/slots.h"
 #include "cuda/device/check.h"
 #include "cuda/engine.h"
-#include "cuda/moe/float8_gemm.h"
 #include "cuda/moe/routing.h"
+#include "cuda/moe/row_gemm.h"
 #include "cuda/moe/weight_grad.h"
 #include "cuda/nccl.h"
 #include "cuda/requests.h"
@@ -53,6 +53,34 @@ ep::cuda::ExpertParameter expert_parameter(const SlotMove& move, ep::DType dtype
   const auto& [table, first, step, size, slot_begin, slot_step] = move;
   return {pointer<const int64_t>(table), pointer<char>(first), step, size, slot_begin, slot_step, dtype};
 }
+
+#ifndef EP_WIRE_NVSHMEM
+// at, shifts, num_shifts, first, step (csrc/cuda/moe/row_gemm.h).
+using WeightsOfExperts = std::tuple<Address, Address, int64_t, int64_t, int64_t>;
+// rows, num_rows, length, weights, ends, experts, out, columns, bias, bias_dtype, row_weights.
+using GemmOfRows =
+    std::tuple<Address, int, int, WeightsOfExperts, Address, int, Address, int, Address, ep::DType, Address>;
+
+ep::cuda::ExpertWeights expert_weights(const WeightsOfExperts& weights) {
+  const auto& [at, shifts, num_shifts, first, step] = weights;
+  return {pointer<const void>(at), pointer<const int32_t>(shifts), num_shifts, first, step};
+}
+
+ep::cuda::RowGemm row_gemm(const GemmOfRows& gemm) {
+  const auto& [rows, num_rows, length, weights, ends, experts, out, columns, bias, bias_dtype, row_weights] = gemm;
+  return {pointer<const void>(rows),
+          num_rows,
+          length,
+          expert_weights(weights),
+          pointer<const int32_t>(ends),
+          experts,
+          pointer<void>(out),
+          columns,
+          pointer<const void>(bias),
+          bias_dtype,
+          pointer<const float>(row_weights)};
+}
+#endif
 
 using ep::cuda::DecodeLaunch, ep::cuda::Launch;
 
@@ -182,38 +210,24 @@ PYBIND11_MODULE(EP_MODULE, m) {
                          pointer<void>(grad_probs), pointer<CUstream_st>(stream));
         });
 #ifndef EP_WIRE_NVSHMEM  // a module with code of another library has none for a particular GPU
-  m.def("float8_gemm",
-        [](Address rows, Address scales, int num_rows, int length, Address weights, Address shifts, int64_t num_shifts,
-           int64_t first, int64_t step, Address weight_scales, Address scale_addresses, int64_t scale_step,
-           int64_t scale_stride, Address ends, int experts, Address out, int columns, Address bias,
-           ep::DType bias_dtype, Address row_weights, int num_sms, Address stream) {
-          float8_gemm({pointer<const void>(rows),
-                       pointer<const float>(scales),
-                       num_rows,
-                       length,
-                       pointer<const void>(weights),
-                       pointer<const int32_t>(shifts),
-                       num_shifts,
-                       first,
-                       step,
-                       pointer<const float>(weight_scales),
-                       pointer<const int64_t>(scale_addresses),
-                       scale_step,
-                       scale_stride,
-                       pointer<const int32_t>(ends),
-                       experts,
-                       pointer<void>(out),
-                       columns,
-                       pointer<const void>(bias),
-                       bias_dtype,
-                       pointer<const float>(row_weights)},
-                      num_sms, pointer<CUstream_st>(stream));
-        });
+  // scales: of the rows; then those of the weights: weight_scales, scale_addresses, scale_step, scale_stride.
+  using Scales = std::tuple<Address, Address, Address, int64_t, int64_t>;
+  m.def("float8_gemm", [](const GemmOfRows& gemm, const Scales& scales, int num_sms, Address stream) {
+    const auto& [of_rows, of_weights, addresses, step, stride] = scales;
+    float8_gemm({row_gemm(gemm), pointer<const float>(of_rows), pointer<const float>(of_weights),
+                 pointer<const int64_t>(addresses), step, stride},
+                num_sms, pointer<CUstream_st>(stream));
+  });
+  m.def("bfloat16_gemm", [](const GemmOfRows& gemm, bool transposed, const std::optional<WeightsOfExperts>& copies,
+                            int num_own, int num_sms, Address stream) {
+    const ExpertWeights of_copies = copies ? expert_weights(*copies) : ExpertWeights{};
+    bfloat16_gemm({row_gemm(gemm), transposed, of_copies, num_own}, num_sms, pointer<CUstream_st>(stream));
+  });
   // Of each of one or two sets: grad, rows, the bytes from row to row of both, num_rows, ends.
   using GradSet = std::tuple<Address, Address, int64_t, int64_t, int32_t, Address>;
-  m.def("weight_grad", [](const std::vector<GradSet>& sets, Address out, int n, int k, int experts, int num_sms,
-                          Address stream) {
-    WeightGrad grad{{}, 0, pointer<const int64_t>(out), n, k, experts};
+  m.def("weight_grad", [](const std::vector<GradSet>& sets, Address out, ep::DType dtype, bool accumulate, int n, int k,
+                          int experts, int num_sms, Address stream) {
+    WeightGrad grad{{}, 0, pointer<const int64_t>(out), dtype, accumulate, n, k, experts};
     if (sets.size() > std::size(grad.sets))
       throw py::value_error("sets has " + std::to_string(sets.size()) + " sets of rows, but at most two are allowed");
     for (const auto& [grads, rows, grad_stride, rows_stride, num_rows, ends] : sets)

@@ -8,6 +8,9 @@ from typing import ClassVar
 
 from ep_dispatcher.request import Combined, CombineRequest, DispatchRequest, Planned, Received
 
+_WeightsOfExperts = tuple[int, int, int, int, int]
+_GemmOfRows = tuple[int, int, int, _WeightsOfExperts, int, int, int, int, int, "DType", int]
+
 COMPARED: list[str]
 WRONG_NUMBERS: list[str]
 epoch_offset: int
@@ -183,32 +186,16 @@ def map_to_columns(
     stream: int,
 ) -> None: ...
 def float8_gemm(  # not in _C_nvshmem
-    rows: int,
-    scales: int,
-    num_rows: int,
-    length: int,
-    weights: int,
-    shifts: int,
-    num_shifts: int,
-    first: int,
-    step: int,
-    weight_scales: int,
-    scale_addresses: int,
-    scale_step: int,
-    scale_stride: int,
-    ends: int,
-    experts: int,
-    out: int,
-    columns: int,
-    bias: int,
-    bias_dtype: DType,
-    row_weights: int,
-    num_sms: int,
-    stream: int,
+    gemm: _GemmOfRows, scales: tuple[int, int, int, int, int], num_sms: int, stream: int
+) -> None: ...
+def bfloat16_gemm(  # not in _C_nvshmem
+    gemm: _GemmOfRows, transposed: bool, copies: _WeightsOfExperts | None, num_own: int, num_sms: int, stream: int
 ) -> None: ...
 def weight_grad(  # not in _C_nvshmem
     sets: Sequence[tuple[int, int, int, int, int, int]],
     out: int,
+    dtype: DType,
+    accumulate: bool,
     n: int,
     k: int,
     experts: int,

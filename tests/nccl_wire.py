@@ -2,8 +2,9 @@
 
 EP_DISPATCHER_WIRE=nccl python tests/nccl_wire.py NUM_RANKS RANKS_PER_NODE [PART...]
 
-A node is the ranks of one GPU: NCCL takes no two ranks of a rail on one. Every part has its own limit, and new ranks
-after a failure.
+A node is the ranks of one GPU. NCCL takes no two ranks of a rail on one GPU of a host, so where there are fewer GPUs
+than nodes, each node is a host of its own to NCCL, with messages over sockets. Every part has its own limit, and new
+ranks after a failure.
 """
 
 import os
@@ -47,7 +48,10 @@ def device_of_rank(engine: str, rank: int) -> str:
 
 def begin(rank: int, ranks_per_node: int) -> None:
     """Let the ranks of a node share a GPU. Their buffers soon give up a peer that does not come."""
-    torch.cuda.set_device(rank // ranks_per_node)
+    node, num_gpus = rank // ranks_per_node, torch.cuda.device_count()
+    torch.cuda.set_device(node % num_gpus)
+    if dist.get_world_size() > num_gpus * ranks_per_node:
+        os.environ |= dict(NCCL_HOSTID=f"node {node}", NCCL_NET="Socket")
     for module in (grid, node_limits, nodes, round_trips):
         module.device_of = device_of_rank
     ep.Buffer = ImpatientBuffer

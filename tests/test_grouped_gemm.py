@@ -6,7 +6,7 @@ from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.address_table import address_table
-from ep_dispatcher.moe.expert_matrices import DescribedMatrices, WithCopies, lowest_and_shifts
+from ep_dispatcher.moe.expert_matrices import DescribedMatrices, WithCopies, lowest_and_shifts, places_of
 from ep_dispatcher.tools.testing import device_of
 
 PLACES = ("together", "backwards", "apart", "parted", "odd")
@@ -69,20 +69,15 @@ def test_where_weights_can_lie_without_a_copy():
 
 
 def test_matrices_are_described_again_where_they_have_moved():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from ep_dispatcher.moe.grouped_gemm_kernels import describe_weights
-
     weights = DescribedMatrices(torch.zeros(8, 16) for _ in range(3))
     for _ in range(2):
-        before = describe_weights(weights, [4, 8])
-        assert describe_weights(weights, [4, 8]) is before and describe_weights(weights, [8, 4]) is not before
-        assert str(before) == str(describe_weights([*weights], [4, 8]))
+        before = places_of(weights)
+        assert places_of(weights) is before and str(before) == str(places_of([*weights]))
         weights[2].data = torch.zeros(8, 16)
     weights[0].data = torch.zeros(16, 8).t()
-    copied = describe_weights(weights, [4, 8])[0].base
-    assert torch.equal(copied, weights[0])
+    assert torch.equal(places_of(weights).base, weights[0]), "copied"
     weights[0].data.fill_(1)
-    assert describe_weights(weights, [4, 8])[0].base[0, 0] == 1, "copied anew"
+    assert places_of(weights).base[0, 0] == 1, "copied anew"
 
 
 def test_ends_are_those_of_the_counts(engine):

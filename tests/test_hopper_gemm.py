@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.moe import float8_gemm, grouped_gemm, hopper_gemm
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, WithCopies
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -43,8 +43,8 @@ def quantized(counts: list[int], n: int, k: int) -> tuple[tuple[Tensor, Tensor],
 
 def by_both(monkeypatch, call) -> tuple[Tensor, Tensor]:
     """The result of the compiled kernel, and that of Triton's. Only the first one uses the compiled module."""
-    monkeypatch.setattr(hopper_gemm, "FEW_ROWS", 0)
-    monkeypatch.setattr(hopper_gemm, "FEW_GRAD_ROWS", 0)
+    for few_rows in ("FEW_ROWS", "FEW_ROWS_BACK", "FEW_ADDED_ROWS", "FEW_STORED_ROWS"):
+        monkeypatch.setattr(hopper_gemm, few_rows, 0)
     with monkeypatch.context() as triton_fails:
         triton_fails.setattr(grouped_gemm.kernels(), "multiply", None)
         triton_fails.setattr(grouped_gemm.kernels(), "outer_products", None)
@@ -78,6 +78,52 @@ def test_float8_has_the_bits_of_triton(monkeypatch, counts, n, k, bias):
 
 
 @needs_hopper
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n, k", [(336, 208), (512, 1024), (136, 2048), (640, 72)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_bfloat16_has_the_bits_of_triton(monkeypatch, counts, n, k, bias):
+    """Forward and the gradient of rows; rows of no expert are neither read into results nor written."""
+    torch.manual_seed(3)
+    rows, grads, ends = rows_of(counts, k), rows_of(counts, n), ends_of(counts)
+    weights = (torch.randn(len(counts), n, k, device="cuda") / k**0.5).bfloat16()
+    added = None if bias is None else torch.randn(len(counts), n, device="cuda").to(bias)
+    row_weights = torch.rand(rows.shape[0], device="cuda") if bias == torch.float32 else None
+
+    def run() -> Tensor:
+        out, back = torch.full_like(grads, 7), torch.full_like(rows, 7)
+        grouped_gemm.linear(rows, weights, ends, added, row_weights, out=out)
+        return torch.cat([out, grouped_gemm.linear_grad_rows(grads, weights, ends, out=back)], 1)
+
+    seen, right = by_both(monkeypatch, run)
+    is_same(seen, right)
+    assert (seen[sum(counts) :] == 7).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_copies", [0, 1, 3])
+def test_bfloat16_weights_may_lie_anywhere(monkeypatch, num_copies):
+    """Also without even steps between them, and behind them those of copies."""
+    counts, n, k = [300, 129, 0, 64, 500], 256, 512
+    rows, grads, ends = rows_of(counts, k), rows_of(counts, n), ends_of(counts)
+    memory = torch.randn(9, n, k, device="cuda").bfloat16()
+    apart: ExpertMatrices = [memory[place] for place in (7, 0, 3, 1, 4)]
+    if num_copies:
+        apart = WithCopies(apart[:-num_copies], apart[-num_copies:])
+    right = [torch.stack(tuple(apart))]
+
+    def run() -> Tensor:
+        weights = right[0] if use_one_tensor else apart
+        out = grouped_gemm.linear(rows, weights, ends), grouped_gemm.linear_grad_rows(grads, weights, ends)
+        return torch.cat(out, 1)[: sum(counts)]
+
+    use_one_tensor = False
+    seen, by_triton = by_both(monkeypatch, run)
+    is_same(seen, by_triton)
+    use_one_tensor = True
+    is_same(run(), seen)
+
+
+@needs_hopper
 def test_float8_weights_may_lie_anywhere(monkeypatch):
     """Also without even steps between them, and behind them those of copies."""
     counts = [300, 129, 0, 64]
@@ -96,16 +142,18 @@ def test_float8_weights_may_lie_anywhere(monkeypatch):
 @pytest.mark.parametrize("num_sets", [1, 2])
 @pytest.mark.parametrize("n, k", [(208, 336), (384, 512), (128, 136)])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_added_gradients_have_the_bits_of_triton(monkeypatch, counts, n, k, num_sets, apart):
+@pytest.mark.parametrize("result", ["added", "float32", "bfloat16"])
+def test_gradients_have_the_bits_of_triton(monkeypatch, result, counts, n, k, num_sets, apart):
+    """Added to float32, or stored; an expert without rows has gradients of 0."""
     torch.manual_seed(2)
     others = [(7 * i + 3) % 97 for i in range(len(counts))]
     sets = [(rows_of(c, n), rows_of(c, k), ends_of(c)) for c in (counts, others)[:num_sets]]
-    main_grads = torch.randn(len(counts), n, k, device="cuda")
+    before = torch.randn(len(counts), n, k, device="cuda").to(torch.bfloat16 if result == "bfloat16" else torch.float32)
 
     def run() -> Tensor:
-        held = main_grads.clone()
+        held = before.clone()
         out: ExpertMatrices = [held[i].clone() for i in range(len(counts))] if apart else held
-        grouped_gemm.linear_grad_weights(sets, out, accumulate=True)
+        grouped_gemm.linear_grad_weights(sets, out, accumulate=result == "added")
         return torch.stack(tuple(out)) if apart else held
 
     is_same(*by_both(monkeypatch, run))
@@ -145,13 +193,13 @@ def test_in_a_captured_graph():
     pair, weights = quantized(counts, 256, 512)
     ends, end = ends_of(counts), sum(counts)
     rows, grads, out = rows_of(counts, 512), rows_of(counts, 256), torch.zeros(3, 256, 512, device="cuda")
-    right = float8_gemm.linear(pair, weights, ends)
+    plain = torch.randn(3, 256, 512, device="cuda").bfloat16()
 
     def run() -> Tensor:
         grouped_gemm.linear_grad_weights([(grads, rows, ends)], out, accumulate=True)
-        return float8_gemm.linear(pair, weights, ends)
+        return torch.cat([float8_gemm.linear(pair, weights, ends), grouped_gemm.linear(rows, plain, ends)], 1)
 
-    run()
+    right = run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()
@@ -169,8 +217,10 @@ def test_in_a_captured_graph():
 def on_hopper(monkeypatch) -> list[tuple]:
     """A stand-in for a GPU of compute capability 9.0 and the compiled module: the arguments that it was called with."""
     called: list[tuple] = []
-    compiled = SimpleNamespace(weight_grad=lambda *arguments: called.append(arguments))
+    note = lambda *arguments: called.append(arguments)  # noqa: E731
+    compiled = SimpleNamespace(weight_grad=note, float8_gemm=note, bfloat16_gemm=note)
     monkeypatch.setattr(hopper_gemm, "_compiled", lambda: compiled)
+    monkeypatch.setattr(hopper_gemm, "_dtype", lambda dtype: str(dtype).removeprefix("torch."))
     monkeypatch.setattr(hopper_gemm, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 11, raising=False)
     return called
@@ -188,10 +238,55 @@ def on_hopper(monkeypatch) -> list[tuple]:
 )
 def test_which_float8_gemms_are_taken(on_hopper, num_rows, columns, first, dtype, taken):
     """More than 64 rows per expert, and results in bfloat16 that are stored 16 bytes at a time."""
-    weights = QuantizedMatrices(*[torch.empty(2, columns, 128)] * 4)
+    weights = QuantizedMatrices(*[torch.empty(2, columns, 128, dtype=torch.float8_e4m3fn)] * 4)
     out = torch.empty(num_rows * columns + first, dtype=dtype)[first:].view(num_rows, columns)
-    assert hopper_gemm.takes_float8(torch.empty(num_rows, 128), weights, out) == taken
-    assert not hopper_gemm.takes_float8(torch.empty(num_rows, 256)[:, :128], weights, out)
+    pair, ends = (torch.empty(num_rows, 128), torch.empty(num_rows, 1)), torch.empty(2, dtype=torch.int32)
+    assert hopper_gemm.multiply_float8(pair, weights, ends, out, None, None) == taken == bool(on_hopper)
+    strided = torch.empty(num_rows, 256)[:, :128], pair[1]
+    assert not hopper_gemm.multiply_float8(strided, weights, ends, out, None, None)
+    if not taken:
+        return
+    (((_, _, _, places, _, experts, *results), scales, *_),) = on_hopper
+    step = columns * 128 // 16
+    assert places == (weights.rows.data_ptr(), 0, step + 1, 0, step) and experts == 2
+    assert results == [out.data_ptr(), columns, 0, "float32", 0]
+    assert scales == (pair[1].data_ptr(), weights.scales.data_ptr(), 0, columns * 128, 128)
+
+
+@pytest.mark.parametrize(
+    "num_rows, transposed, dtype, weight_dtype, taken",
+    [
+        (128, True, torch.bfloat16, torch.bfloat16, False),
+        (129, True, torch.bfloat16, torch.bfloat16, True),
+        (256, False, torch.bfloat16, torch.bfloat16, False),
+        (257, False, torch.bfloat16, torch.bfloat16, True),
+        (257, True, torch.float16, torch.float16, False),
+        (257, True, torch.bfloat16, torch.float32, False),  # the Triton kernel says so
+    ],
+)
+def test_which_bfloat16_gemms_are_taken(on_hopper, num_rows, transposed, dtype, weight_dtype, taken):
+    """More than 64 rows per expert, in a gradient 128; also with weights of copies, which lie elsewhere."""
+    own, copies = (torch.empty(1, 64, 32, dtype=weight_dtype) for _ in range(2))
+    length, columns = (32, 64) if transposed else (64, 32)
+    rows, out = torch.empty(num_rows, length, dtype=dtype), torch.empty(num_rows, columns, dtype=dtype)
+    bias, row_weights = torch.empty(2, columns, dtype=torch.bfloat16), torch.empty(num_rows)
+    options = dict(transposed=transposed, bias=bias, row_weights=row_weights)
+    ends = torch.empty(2, dtype=torch.int32)
+    assert hopper_gemm.multiply(rows, WithCopies(own, copies), ends, out, **options) == taken == bool(on_hopper)
+    if not taken:
+        return
+    gemm = (
+        rows.data_ptr(),
+        num_rows,
+        length,
+        (own.data_ptr(), 0, 1, 0, 256),
+        ends.data_ptr(),
+        2,
+        out.data_ptr(),
+        columns,
+    )
+    gemm += bias.data_ptr(), "bfloat16", row_weights.data_ptr()
+    assert on_hopper == [(gemm, transposed, (copies.data_ptr(), 0, 1, 0, 256), 1, 132, 11)]
 
 
 def grad_set(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,27 +295,32 @@ def grad_set(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(
-    "num_rows, dtype, out_dtype, taken",
+    "num_rows, dtype, out_dtype, accumulate, taken",
     [
-        (1537, torch.bfloat16, torch.float32, True),
-        (1536, torch.bfloat16, torch.float32, False),
-        (1537, torch.bfloat16, torch.bfloat16, False),
-        (1537, torch.float16, torch.float32, False),
+        (1537, torch.bfloat16, torch.float32, True, True),
+        (1536, torch.bfloat16, torch.float32, True, False),
+        (1537, torch.bfloat16, torch.bfloat16, True, False),
+        (1537, torch.float16, torch.float32, True, False),
+        (257, torch.bfloat16, torch.float32, False, True),
+        (257, torch.bfloat16, torch.bfloat16, False, True),
+        (256, torch.bfloat16, torch.bfloat16, False, False),
+        (257, torch.float16, torch.float16, False, False),
     ],
 )
-def test_which_gradients_are_taken(on_hopper, num_rows, dtype, out_dtype, taken):
-    """More than 768 rows per expert in all sets, in bfloat16, added to float32."""
+def test_which_gradients_are_taken(on_hopper, num_rows, dtype, out_dtype, accumulate, taken):
+    """In bfloat16, with more than 768 rows per expert in all sets if added to float32, or 128 if stored."""
     first, second = grad_set(num_rows - 100, dtype), grad_set(100, dtype)
     out = torch.zeros(2, 16, 24, dtype=out_dtype)
-    assert hopper_gemm.add_weight_grads([first, grad_set(0, dtype), second], out) == taken
+    assert hopper_gemm.write_weight_grads([first, grad_set(0, dtype), second], out, accumulate) == taken
     if not taken:
         assert on_hopper == []
         return
-    ((sets, _, *sizes),) = on_hopper
+    ((sets, _, result, *others),) = on_hopper
     expected = [(g.data_ptr(), r.data_ptr(), 32, 48, len(g), e.data_ptr()) for g, r, e in (first, second)]
-    assert sets == expected and sizes == [16, 24, 2, 132, 11]
+    assert sets == expected and f"torch.{result}" == str(out_dtype) and others == [accumulate, 16, 24, 2, 132, 11]
 
 
-def test_gradients_at_odd_addresses_are_not_taken(on_hopper):
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_gradients_at_odd_addresses_are_not_taken(on_hopper, accumulate):
     out = torch.zeros(2 * 16 * 24 + 1)[1:].view(2, 16, 24)
-    assert not hopper_gemm.add_weight_grads([grad_set(1537)], out) and on_hopper == []
+    assert not hopper_gemm.write_weight_grads([grad_set(1537)], out, accumulate) and on_hopper == []

@@ -19,7 +19,7 @@ from ep_dispatcher.engines.cpu.engine import CpuEngine
 from ep_dispatcher.moe import activation
 
 PACKAGE = Path(ep_dispatcher.__file__).parent
-FOR_HOPPER = ("float8_gemm", "weight_grad")  # whose code no module with NVSHMEM can have
+FOR_HOPPER = ("bfloat16_gemm", "float8_gemm", "weight_grad")  # whose code no module with NVSHMEM can have
 
 
 def built(name: str):

@@ -36,13 +36,58 @@ class WithCopies(Sequence[Tensor]):
 class DescribedMatrices(list[Tensor]):
     """Separate matrices, in a list that does not change from pass to pass.
 
-    descriptions  what kernels need to know of them, as found out by a function of this package, with their addresses
-                  then: a tensor may get other memory, by assigning to its ``data``
+    described  what places_of found, and the addresses then: a tensor may get other memory, by assigning to its ``data``
     """
 
     def __init__(self, matrices: Iterable[Tensor]):
         super().__init__(matrices)
-        self.descriptions: dict[Any, tuple[tuple[int, ...], Any]] = {}
+        self.described: tuple[tuple[int, ...], Places] | None = None
+
+
+class Places(NamedTuple):
+    """Where the matrices of experts are: each a number of shifts, of LINE_BYTES, behind the lowest one.
+
+    Without `shifts` that of expert e is first + e * step.
+    """
+
+    base: Tensor  # that matrix, or one tensor of all of them
+    num_shifts: int  # larger than each shift
+    shifts: Tensor | None  # int32 [experts]
+    first: int
+    step: int
+
+
+def places_of(weights: ExpertMatrices) -> Places:
+    """Return where matrices are, or copies of all of them where kernels cannot find one (see lowest_and_shifts)."""
+    if isinstance(weights, Tensor):
+        weights = weights.contiguous()
+        even_step = step_of(weights)
+        if even_step is not None:  # as below, without a tuple of all shifts
+            return Places(weights, (num_matrices(weights) - 1) * even_step + 1, None, 0, even_step)
+    if type(weights) is not DescribedMatrices:
+        return _find_places(weights)
+    addresses = addresses_of(weights)
+    if weights.described is not None and weights.described[0] == addresses:
+        return weights.described[1]
+    places = _find_places(weights)
+    if any(places.base is one for one in weights):  # otherwise they are copies
+        weights.described = addresses, places
+    return places
+
+
+def _find_places(weights: ExpertMatrices) -> Places:
+    base, shifts = lowest_and_shifts(weights)
+    return Places(base, *_shift_table(shifts, base.device))
+
+
+@functools.lru_cache(4096)  # some matrices come and go; those of Megatron stay the same
+def _shift_table(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor | None, int, int]:
+    """Return what Places has behind its base."""
+    first = shifts[0]
+    step = shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
+    is_regular = all(b - a == step for a, b in zip(shifts, shifts[1:]))
+    table = None if is_regular else torch.tensor(shifts, dtype=torch.int32, device=device)
+    return max(shifts) + 1, table, first, step
 
 
 def addresses_of(matrices: ExpertMatrices) -> tuple[int, ...]:

@@ -74,9 +74,8 @@ def linear(
         stacked_bias = stack_bias(bias)
         options: dict[str, Any] = dict(bias=stacked_bias, row_weights=row_weights, scales=scales)
         for part in weights.split():  # one launch reads the scales of one part
-            if not first_expert and hopper_gemm.takes_float8(rows, part, out):
-                hopper_gemm.multiply_float8(pair, part, ends, out, stacked_bias, row_weights)
-            else:
+            arguments = pair, part, ends, out, stacked_bias, row_weights
+            if first_expert or not hopper_gemm.multiply_float8(*arguments):
                 options |= dict(weight_scales=part.scales, first_expert=first_expert)
                 grouped_gemm.kernels().multiply(rows, part.rows, ends, out, transposed=True, **options)
             first_expert += num_matrices(part.rows)

@@ -10,9 +10,9 @@
 stays on the device, so the host waits for nothing. Rows at or after ends[-1] are neither read nor written. GEMMs
 accumulate in float32 and round once. Weights are one matrix per expert, and are read where they lie, without a copy.
 
-On a GPU these are Triton kernels (`grouped_gemm_kernels`, `activation_kernels`) for bfloat16 and float16, and for
-gradients a compiled one where that is faster (`hopper_gemm`). Otherwise they are loops over experts. What uses them is
-in three files: grouped_mlp.py has the two GEMMs of an expert as one node of autograd, float8_gemm.py has GEMMs of
+On a GPU these are Triton kernels (`grouped_gemm_kernels`, `activation_kernels`) for bfloat16 and float16, and for GEMMs
+compiled ones where those are faster (`hopper_gemm`). Otherwise they are loops over experts. What uses them is in three
+files: grouped_mlp.py has the two GEMMs of an expert as one node of autograd, float8_gemm.py has GEMMs of
 float8 operands, and pytorch_experts.py does without any of this, in PyTorch's operators.
 """
 
@@ -68,8 +68,7 @@ def linear(
     if out is None:
         out = rows.new_empty(rows.shape[0], matrix_shape(weights)[0])
     if has_kernels(rows):
-        options: dict[str, Any] = dict(bias=stack_bias(bias), row_weights=row_weights, first_expert=first_expert)
-        kernels().multiply(rows, weights, ends, out, transposed=True, **options)
+        _multiply(rows, weights, ends, out, True, first_expert, bias=stack_bias(bias), row_weights=row_weights)
         return out
     for weight, (expert, expert_rows) in zip(weights, rows_by_expert(ends, first_expert)):
         torch.mm(rows[expert_rows], weight.t(), out=out[expert_rows])
@@ -77,6 +76,14 @@ def linear(
             bias_rows = weighted_bias(bias, expert, expert_rows, row_weights)
             out[expert_rows] = (out[expert_rows].float() + bias_rows).to(out.dtype)
     return out
+
+
+def _multiply(
+    rows: Tensor, weights: ExpertMatrices, ends: Tensor, out: Tensor, transposed: bool, first_expert: int, **biases: Any
+) -> None:
+    """Call the faster one of the two kernels on a GPU."""
+    if first_expert or not hopper_gemm.multiply(rows, weights, ends, out, transposed=transposed, **biases):
+        kernels().multiply(rows, weights, ends, out, transposed=transposed, first_expert=first_expert, **biases)
 
 
 def weighted_bias(bias: ExpertMatrices, expert: int, expert_rows: slice, row_weights: Tensor | None) -> Tensor:
@@ -104,7 +111,7 @@ def linear_grad_rows(
     if out is None:
         out = grad.new_empty(grad.shape[0], matrix_shape(weights)[1])
     if has_kernels(grad):
-        kernels().multiply(grad, weights, ends, out, transposed=False, first_expert=first_expert)
+        _multiply(grad, weights, ends, out, False, first_expert)
         return out
     for weight, (_, expert_rows) in zip(weights, rows_by_expert(ends, first_expert)):
         torch.mm(grad[expert_rows], weight, out=out[expert_rows])
@@ -128,8 +135,8 @@ def linear_grad_weights(
     """
     _, first_rows, _ = sets[0]
     if has_kernels(first_rows):
-        is_usual = accumulate and not first_expert and held is None
-        if not is_usual or not hopper_gemm.add_weight_grads(sets, out):
+        is_usual = not first_expert and held is None
+        if not is_usual or not hopper_gemm.write_weight_grads(sets, out, accumulate):
             kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
         return
     expert_grads: list[list[Tensor]] = [[] for _ in out]  # for each expert, the parts of all sets

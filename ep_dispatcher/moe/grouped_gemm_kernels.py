@@ -24,14 +24,11 @@ from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
     BiasGradInputs,
-    DescribedMatrices,
     ExpertMatrices,
     WeightGradInputs,
     WithCopies,
-    addresses_of,
-    lowest_and_shifts,
     num_matrices,
-    step_of,
+    places_of,
 )
 from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, Matrix, cdiv, next_power_of_2
 
@@ -83,47 +80,11 @@ BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, an
 def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix, Tensor | None, int, int]:
     """Describe the matrices [n, k] of all experts as one tensor [shifts, n, k]; a shift is LINE_BYTES long.
 
-    So one descriptor reads matrices anywhere in memory. Return it, a table of shifts int32 [experts] or None, and the
-    numbers first and step. Without a table the shift of expert e is first + e * step.
+    So one descriptor reads matrices anywhere in memory. Return it, and the shifts, first and step of places_of.
     """
-    if isinstance(weights, Tensor):
-        weights = weights.contiguous()
-        even_step = step_of(weights)
-        if even_step is not None:  # as below, without a tuple of all shifts
-            num_shifts = (num_matrices(weights) - 1) * even_step + 1
-            return _in_shifts(weights, num_shifts, block), None, 0, even_step
-    if type(weights) is not DescribedMatrices:
-        return _describe_separate(weights, block)
-    addresses, of_block = addresses_of(weights), tuple(block)
-    found = weights.descriptions.get(of_block)
-    if found is not None and found[0] == addresses:
-        return found[1]
-    description = _describe_separate(weights, block)
-    if any(description[0].base is one for one in weights):  # otherwise it is of copies
-        weights.descriptions[of_block] = addresses, description
-    return description
-
-
-def _describe_separate(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix, Tensor | None, int, int]:
-    base, shifts = lowest_and_shifts(weights)
-    num_shifts, table, first, step = _shift_table(shifts, base.device)
-    return _in_shifts(base, num_shifts, block), table, first, step
-
-
-def _in_shifts(weights: Tensor, num_shifts: int, block: list[int]) -> Matrix:
-    """Describe the memory from the first of the weights on, [n, k] each."""
-    n, k = weights.shape[-2:]
-    return Matrix(weights, [num_shifts, n, k], [LINE_BYTES // weights.itemsize, k, 1], [1, *block])
-
-
-@functools.lru_cache(4096)  # some matrices come and go; those of Megatron stay the same
-def _shift_table(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor | None, int, int]:
-    """Return how many shifts a descriptor needs, and the table, first and step of `describe_weights`."""
-    first = shifts[0]
-    step = shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
-    is_regular = all(b - a == step for a, b in zip(shifts, shifts[1:]))
-    table = None if is_regular else torch.tensor(shifts, dtype=torch.int32, device=device)
-    return max(shifts) + 1, table, first, step
+    base, num_shifts, shifts, first, step = places_of(weights)
+    n, k = base.shape[-2:]
+    return Matrix(base, [num_shifts, n, k], [LINE_BYTES // base.itemsize, k, 1], [1, *block]), shifts, first, step
 
 
 def multiply(

@@ -1,10 +1,13 @@
-"""Compiled kernels for two grouped GEMMs on GPUs of compute capability 9.0 (csrc/cuda/moe): float8, and gradients that
-are added to float32.
+"""Compiled kernels for grouped GEMMs on GPUs of compute capability 9.0 (csrc/cuda/moe): bfloat16, float8, and gradients
+that are added to float32.
 
 Their results are those of the Triton kernels, bit for bit, but subnormal numbers count as 0 where gradients are added.
-On an H200 (benchmarks/float8_experts.py and grouped_gemm.py) the first takes 0.68 to 0.96 of the Triton kernel's time
-with 512 to 4096 rows per expert, and longer with 64. The second takes 0.83 to 0.90 with 1024 rows or more, as long with
-512, and longer with fewer.
+On an H200 (benchmarks/grouped_gemm.py and float8_experts.py) they take this part of the Triton kernels' time, and with
+fewer rows per expert up to 1.1 times as long:
+
+    bfloat16    0.76 to 0.97    256 to 4096 rows per expert
+    float8      0.68 to 0.96    512 to 4096
+    gradients   0.83 to 0.90    1024 and more
 """
 
 from __future__ import annotations
@@ -22,19 +25,26 @@ from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
     ExpertMatrices,
+    Places,
     QuantizedMatrices,
     WeightGradInputs,
+    WithCopies,
     matrix_shape,
     num_matrices,
+    places_of,
 )
 
-FEW_ROWS = 64  # rows per expert up to which the Triton kernel of float8 is faster
-FEW_GRAD_ROWS = 768  # and up to which that of gradients is
+# Rows per expert up to which a Triton kernel is as fast: that of a forward and of float8, that of gradients of rows in
+# bfloat16, and those of gradients of weights that are added or stored.
+FEW_ROWS, FEW_ROWS_BACK, FEW_ADDED_ROWS, FEW_STORED_ROWS = 64, 128, 768, 128
+_GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
 def num_sms(device: int) -> int:
     """Return the number of a GPU's multiprocessors, 0 if the kernels do not run there."""
+    if device < 0:  # the CPU, where Triton's interpreter takes the kernels' place in tests
+        return 0
     found = torch.cuda.get_device_properties(device)
     is_usable = (found.major, found.minor) == (9, 0) and "cuda" in engines.ENGINES
     return found.multi_processor_count if is_usable else 0
@@ -45,15 +55,37 @@ def _compiled() -> Any:
     return import_module("ep_dispatcher._C_cuda")
 
 
-def takes_float8(rows: Tensor, weights: QuantizedMatrices, out: Tensor) -> bool:
-    """Return whether `multiply_float8` computes this, and sooner than the Triton kernel."""
-    return (
-        rows.shape[0] > FEW_ROWS * num_matrices(weights.rows)
-        and num_sms(rows.get_device()) > 0
-        and out.dtype == torch.bfloat16
-        and (out.data_ptr() | out.shape[1] * out.itemsize) % LINE_BYTES == 0  # it stores so many bytes at a time
-        and rows.is_contiguous()
+def multiply(
+    rows: Tensor,
+    weights: ExpertMatrices,
+    ends: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    bias: Tensor | None = None,
+    row_weights: Tensor | None = None,
+) -> bool:
+    """Write what grouped_gemm.linear returns, or where weights are not `transposed` what linear_grad_rows does.
+
+    The first of the weights is that of expert 0. False: nothing is done, the Triton kernel is faster
+    """
+    few_rows = FEW_ROWS if transposed else FEW_ROWS_BACK
+    if not _takes(rows, few_rows * num_matrices(weights), out) or rows.dtype != torch.bfloat16:
+        return False
+    own, copies = (weights.own, weights.copies) if type(weights) is WithCopies else (weights, None)
+    places = places_of(own)
+    if places.base.dtype != torch.bfloat16:
+        return False
+    device = rows.get_device()
+    _compiled().bfloat16_gemm(
+        _gemm_of_rows(rows, places, ends, num_matrices(weights), out, bias, row_weights),
+        transposed,
+        None if copies is None else _addresses(places_of(copies)),
+        num_matrices(own),
+        num_sms(device),
+        torch._C._cuda_getCurrentRawStream(device),
     )
+    return True
 
 
 def multiply_float8(
@@ -63,38 +95,56 @@ def multiply_float8(
     out: Tensor,
     bias: Tensor | None,
     row_weights: Tensor | None,
-) -> None:
-    """Write what float8_gemm.linear returns. The first of the weights is that of expert 0."""
-    from ep_dispatcher.moe.grouped_gemm_kernels import describe_weights
-
+) -> bool:
+    """Write what float8_gemm.linear returns. The first of the weights is that of expert 0. False: as in `multiply`"""
     rows, scales = pair
-    device = rows.get_device()
-    matrix, shifts, first, step = describe_weights(weights.rows, [1, 1])
+    experts = num_matrices(weights.rows)
+    if not _takes(rows, FEW_ROWS * experts, out):
+        return False
     if isinstance(weights.scales, Tensor):
         scale_places = weights.scales.data_ptr(), 0, *weights.scales.stride()[:2]
     else:
         table, _ = address_table(weights.scales, rows.device)
         scale_places = 0, table.data_ptr(), 0, weights.scales[0].stride(0)
+    device = rows.get_device()
     _compiled().float8_gemm(
-        rows.data_ptr(),
-        scales.data_ptr(),
-        *rows.shape,
-        matrix.base.data_ptr(),
-        _address(shifts),
-        matrix.shape[0],
-        first,
-        step,
-        *scale_places,
-        ends.data_ptr(),
-        num_matrices(weights.rows),
-        out.data_ptr(),
-        out.shape[1],
-        _address(bias),
-        _dtype(torch.float32 if bias is None else bias.dtype),
-        _address(row_weights),
+        _gemm_of_rows(rows, places_of(weights.rows), ends, experts, out, bias, row_weights),
+        (scales.data_ptr(), *scale_places),
         num_sms(device),
         torch._C._cuda_getCurrentRawStream(device),
     )
+    return True
+
+
+def _takes(rows: Tensor, few_rows: int, out: Tensor) -> bool:
+    """Return whether a kernel computes rows with these results, and sooner than the Triton kernel."""
+    return (
+        rows.shape[0] > few_rows
+        and num_sms(rows.get_device()) > 0
+        and out.dtype == torch.bfloat16
+        and (out.data_ptr() | out.shape[1] * out.itemsize) % LINE_BYTES == 0  # they store so many bytes at a time
+        and rows.is_contiguous()
+    )
+
+
+def _gemm_of_rows(
+    rows: Tensor,
+    places: Places,
+    ends: Tensor,
+    experts: int,
+    out: Tensor,
+    bias: Tensor | None,
+    row_weights: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return the first argument of both GEMMs."""
+    bias_dtype = _dtype(torch.float32 if bias is None else bias.dtype)
+    results = out.data_ptr(), out.shape[1], _address(bias), bias_dtype, _address(row_weights)
+    return rows.data_ptr(), *rows.shape, _addresses(places), ends.data_ptr(), experts, *results
+
+
+def _addresses(places: Places) -> tuple[int, int, int, int, int]:
+    base, num_shifts, shifts, first, step = places
+    return base.data_ptr(), _address(shifts), num_shifts, first, step
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -106,21 +156,23 @@ def _dtype(dtype: torch.dtype) -> Any:
     return getattr(_compiled().DType, str(dtype).removeprefix("torch."))
 
 
-def add_weight_grads(sets: Sequence[WeightGradInputs], out: ExpertMatrices) -> bool:
-    """Add what grouped_gemm.linear_grad_weights adds to `out`. False: nothing is done, the Triton kernel is faster."""
+def write_weight_grads(sets: Sequence[WeightGradInputs], out: ExpertMatrices, accumulate: bool) -> bool:
+    """Write what grouped_gemm.linear_grad_weights writes. False: nothing is done, the Triton kernel is faster."""
     _, first_rows, _ = sets[0]
     device, num_rows = first_rows.get_device(), sum([rows.shape[0] for _, rows, _ in sets])
-    if num_rows <= FEW_GRAD_ROWS * num_matrices(out) or not num_sms(device):
+    few_rows = FEW_ADDED_ROWS if accumulate else FEW_STORED_ROWS
+    if num_rows <= few_rows * num_matrices(out) or first_rows.dtype != torch.bfloat16 or not num_sms(device):
         return False
+    dtype = out[0].dtype
     table, is_aligned = address_table(out, first_rows.device)
-    if not is_aligned or out[0].dtype != torch.float32 or first_rows.dtype != torch.bfloat16:
+    if not is_aligned or dtype not in _GRAD_DTYPES or (accumulate and dtype != torch.float32):
         return False
     given = []
     for grad, rows, ends in sets:
         if rows.shape[0]:
             row_bytes = grad.stride(0) * grad.itemsize, rows.stride(0) * rows.itemsize
             given.append((grad.data_ptr(), rows.data_ptr(), *row_bytes, rows.shape[0], ends.data_ptr()))
-    n, k = matrix_shape(out)
+    sizes = *matrix_shape(out), num_matrices(out), num_sms(device)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    _compiled().weight_grad(given, table.data_ptr(), n, k, num_matrices(out), num_sms(device), stream)
+    _compiled().weight_grad(given, table.data_ptr(), _dtype(dtype), accumulate, *sizes, stream)
     return True

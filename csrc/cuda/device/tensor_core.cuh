@@ -109,8 +109,9 @@ __device__ __forceinline__ void multiply_64x128(float (&s)[64], uint64_t a, uint
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// [warp group] Start sums = a^T x b, or add to the sums: a [16, 64], b [16, 256], both bfloat16, from tiles of 64
-// columns whose rows the sum runs along. Columns of sums are as in multiply_64x128.
+// [warp group] Start sums = a x b^T, or add to the sums: a [64, 16], b [256, 16], both bfloat16. Columns of sums are as
+// in multiply_64x128. kAlongA, kAlongB: 1 if the sum runs along the columns of the operand's boxes, of 64 entries.
+template <int kAlongA, int kAlongB>
 __device__ __forceinline__ void multiply_64x256(float (&s)[128], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n .reg .pred add;\n setp.ne.b32 add, %130, 0;\n"
@@ -123,7 +124,7 @@ __device__ __forceinline__ void multiply_64x256(float (&s)[128], uint64_t a, uin
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, add, 1, 1, 1, 1;\n}"
+      "}, %128, %129, add, 1, 1, %131, %132;\n}"
       : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), "+f"(s[8]),
         "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]), "+f"(s[15]), "+f"(s[16]),
         "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]), "+f"(s[22]), "+f"(s[23]), "+f"(s[24]),
@@ -140,7 +141,7 @@ __device__ __forceinline__ void multiply_64x256(float (&s)[128], uint64_t a, uin
         "+f"(s[105]), "+f"(s[106]), "+f"(s[107]), "+f"(s[108]), "+f"(s[109]), "+f"(s[110]), "+f"(s[111]), "+f"(s[112]),
         "+f"(s[113]), "+f"(s[114]), "+f"(s[115]), "+f"(s[116]), "+f"(s[117]), "+f"(s[118]), "+f"(s[119]), "+f"(s[120]),
         "+f"(s[121]), "+f"(s[122]), "+f"(s[123]), "+f"(s[124]), "+f"(s[125]), "+f"(s[126]), "+f"(s[127])
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongA), "n"(kAlongB));
 }
 
 }  // namespace ep::ptx

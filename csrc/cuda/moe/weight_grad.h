@@ -1,8 +1,10 @@
-// Gradients of experts' weights, added to float32 in place, on the tensor cores of Hopper (compute capability 9.0).
+// Gradients of experts' weights, on the tensor cores of Hopper (compute capability 9.0).
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "common/types.h"
 
 namespace ep::cuda {
 
@@ -14,12 +16,14 @@ struct GradRows {
   const int32_t* ends;  // behind the last row of each expert
 };
 
-// out[e] += the sum of grad[r]^T x rows[r] over the rows r of expert e in all sets. Subnormal numbers count as 0 in
-// that addition.
+// out[e] = or += the sum of grad[r]^T x rows[r] over the rows r of expert e in all sets. Subnormal numbers count as 0
+// in that addition.
 struct WeightGrad {
   GradRows sets[2];
   int32_t num_sets;
-  const int64_t* out;  // [experts]: addresses of float32 [n, k], multiples of 16
+  const int64_t* out;  // [experts]: addresses of [n, k], multiples of 16
+  DType dtype;         // of out: float32, or bfloat16 to store
+  bool accumulate;
   int32_t n, k, experts;
 };
 

@@ -1,11 +1,12 @@
-// The L2 cache adds the sums to memory, so nobody waits for what is there, and the products of the next tile begin
-// under it. It adds 280 billion floats a second on an H200, so with few rows, where a tile has few products, that takes
-// longer.
+// Where sums are added to memory, the L2 cache does so: nobody waits for what is there, and the products of the next
+// tile begin under it. It adds 280 billion floats a second on an H200, so with few rows, where a tile has few products,
+// that takes longer.
 #include <algorithm>
 
 #include "cuda/device/tensor_map.h"
 #include "cuda/moe/tile_order.cuh"
 #include "cuda/moe/tile_pipeline.cuh"
+#include "cuda/moe/tile_store.cuh"
 #include "cuda/moe/weight_grad.h"
 
 namespace ep::cuda {
@@ -25,6 +26,8 @@ struct Tile {
   int num_rows[2];  // of the operands, in each set
 };
 
+enum class Result { kAdded, kFloat32, kBFloat16 };  // added to float32, or stored
+
 struct Params {
   WeightGrad grad;
   int num_sms, num_rounds;
@@ -34,7 +37,8 @@ struct Maps {
   CUtensorMap grad[2], rows[2];
 };
 
-// [thread] Find the block's tiles, and load their operands.
+// [thread] Find the block's tiles, and load their operands. Where nothing would be added there is no tile.
+template <Result kResult>
 __device__ void load(Pipeline<Stage, Tile>& pipeline, const Params& p, const Maps& maps) {
   const WeightGrad& grad = p.grad;
   const int m_tiles = div_up(grad.n, kRows), per_expert = m_tiles * div_up(grad.k, kColumns);
@@ -51,7 +55,7 @@ __device__ void load(Pipeline<Stage, Tile>& pipeline, const Params& p, const Map
         begin[set] = expert ? min(given.ends[expert - 1], given.num_rows) : 0;
         tile.num_rows[set] = max(0, min(given.ends[expert], given.num_rows) - begin[set]);
       }
-    if (tile.num_rows[0] + tile.num_rows[1] == 0) continue;
+    if (kResult == Result::kAdded && tile.num_rows[0] + tile.num_rows[1] == 0) continue;
     loading.publish(tile);
 #pragma unroll
     for (int set = 0; set < 2; ++set)
@@ -88,33 +92,29 @@ __device__ __forceinline__ void add_products(float (&sums)[128], const Stage& st
   ptx::products_begin(sums);
 #pragma unroll
   for (int k = 0; k < kStep / 16; ++k)
-    ptx::multiply_64x256(sums, ptx::operand<kBoxBytes>(grad + k * kNextRows),
-                         ptx::operand<kBoxBytes>(rows + k * kNextRows), add || k > 0);
+    ptx::multiply_64x256<1, 1>(sums, ptx::operand<kBoxBytes>(grad + k * kNextRows),
+                               ptx::operand<kBoxBytes>(rows + k * kNextRows), add || k > 0);
   ptx::products_end(sums);
 }
 
-// [warp group] Add the sums of a tile to memory. `row`: the first of the thread's two rows.
-__device__ void add_tile(const WeightGrad& grad, const Tile& tile, const float (&sums)[128], int row) {
-  float* const out = reinterpret_cast<float*>(grad.out[tile.expert]);
-  const bool is_odd = threadIdx.x & 1;
-  const int column = tile.column + 8 * is_odd + threadIdx.x % 4 / 2 * 4;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool is_inside = row + 8 * i < grad.n;
-    float* const to = out + static_cast<int64_t>(row + 8 * i) * grad.k;
-#pragma unroll
-    for (int j = 0; j < 32; j += 2) {
-      // Of the columns 8 j to 8 j + 15 a thread has two pairs. The even one of two threads takes both first pairs.
-      const float *const first = &sums[4 * j + 2 * i], *const second = &sums[4 * (j + 1) + 2 * i];
-      const float x = __shfl_xor_sync(~0u, is_odd ? first[0] : second[0], 1);
-      const float y = __shfl_xor_sync(~0u, is_odd ? first[1] : second[1], 1);
-      const float4 four = is_odd ? float4{x, y, second[0], second[1]} : float4{first[0], first[1], x, y};
-      if (is_inside && column + 8 * j < grad.k) ptx::add_to_memory(to + column + 8 * j, four);
-    }
-  }
+// [warp group] Add the sums of a tile to memory, or store them. `row`: the first of the thread's two rows.
+template <Result kResult>
+__device__ void put_tile(const WeightGrad& grad, const Tile& tile, const float (&sums)[128], int row) {
+  void* const out = reinterpret_cast<void*>(grad.out[tile.expert]);
+  const auto put = [](float* p, float4 four) {
+    if (kResult == Result::kAdded)
+      ptx::add_to_memory(p, four);
+    else
+      *reinterpret_cast<float4*>(p) = four;
+  };
+  if (kResult == Result::kBFloat16)
+    store_rounded(static_cast<__nv_bfloat16*>(out), grad.n, grad.k, sums, row, tile.column);
+  else
+    put_floats(static_cast<float*>(out), grad.n, grad.k, sums, row, tile.column, put);
 }
 
 // [warp group] Compute its rows of the block's tiles.
+template <Result kResult>
 __device__ void multiply(Pipeline<Stage, Tile>& pipeline, const WeightGrad& grad) {
   const int group = own_group();
   Multiplying<Stage, Tile> multiplying(pipeline);
@@ -136,18 +136,23 @@ __device__ void multiply(Pipeline<Stage, Tile>& pipeline, const WeightGrad& grad
       multiplying.release();
       multiplying.advance();
     }
-    add_tile(grad, tile, sums, tile.row + group * kGroupRows + row_of_sums());
+    if (kResult != Result::kAdded && steps == 0) {
+#pragma unroll
+      for (float& sum : sums) sum = 0;
+    }
+    put_tile<kResult>(grad, tile, sums, tile.row + group * kGroupRows + row_of_sums());
   }
 }
 
+template <Result kResult>
 __global__ void __launch_bounds__(kThreads, 1)
     weight_grad_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& pipeline = *reinterpret_cast<Pipeline<Stage, Tile>*>(memory);
   const auto load_all = [&] {
-    if (threadIdx.x == 0) load(pipeline, p, maps);
+    if (threadIdx.x == 0) load<kResult>(pipeline, p, maps);
   };
-  run(pipeline, load_all, [&] { multiply(pipeline, p.grad); });
+  run(pipeline, load_all, [&] { multiply<kResult>(pipeline, p.grad); });
 }
 
 // [host] Describe rows of bfloat16 for loads of boxes.
@@ -168,9 +173,11 @@ void weight_grad(const WeightGrad& grad, int num_sms, cudaStream_t stream) {
     maps.grad[set] = rows_map(given.grad, given.num_rows, grad.n, given.grad_stride);
     maps.rows[set] = rows_map(given.rows, given.num_rows, grad.k, given.rows_stride);
   }
+  const auto stores =
+      grad.dtype == DType::kBFloat16 ? weight_grad_kernel<Result::kBFloat16> : weight_grad_kernel<Result::kFloat32>;
   const int rounds = rounds_of(tiles, num_sms);
-  launch(weight_grad_kernel, rounds == 1 ? tiles : rounds * num_sms, kThreads, sizeof(Pipeline<Stage, Tile>), stream,
-         Params{grad, num_sms, rounds}, maps);
+  launch(grad.accumulate ? weight_grad_kernel<Result::kAdded> : stores, rounds == 1 ? tiles : rounds * num_sms,
+         kThreads, sizeof(Pipeline<Stage, Tile>), stream, Params{grad, num_sms, rounds}, maps);
 }
 
 }  // namespace ep::cuda

@@ -6,6 +6,8 @@ more of the host's time, use streams of its own, and be made by all ranks of the
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable
 
@@ -17,6 +19,11 @@ from ep_dispatcher.gather import PeersLate
 from ep_dispatcher.threads import StoreHangs, in_thread
 
 END_S = 1.0  # how long destroy() waits for NCCL to free a communicator. NCCL waits for graphs that use it
+
+
+def _host() -> str:
+    """Return what this host is to NCCL. On one host it takes no two ranks of a communicator on one GPU."""
+    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
 
 
 class NcclRail:
@@ -33,10 +40,13 @@ class NcclRail:
         self._comm: _C_cuda.NcclComm | None = comm
         self.is_sound = False  # all operations are complete: nothing is under way
 
-        offers = config.gather("NCCL", lambda: _C_cuda.NcclComm.make_id().hex() if topology.node == 0 else "")
+        def offer() -> tuple[str, str]:
+            return _C_cuda.NcclComm.make_id().hex() if topology.node == 0 else "", _host()
+
+        offers, hosts = zip(*config.gather("NCCL", offer))
         with config.gather.same_on_all_ranks():
             for rail in zip(*topology.nodes, strict=True):
-                if len({gpus[rank] for rank in rail}) < len(rail):
+                if len({(gpus[rank], hosts[rank]) for rank in rail}) < len(rail):
                     given = f"nccl, with a GPU that two of the ranks {list(rail)} share: they are on different nodes"
                     checks.fail("EP_DISPATCHER_WIRE", given, "nccl with a GPU for each of them, or peer on one host")
 
