@@ -1,5 +1,6 @@
 """The compiled grouped GEMMs for compute capability 9.0: which GEMMs they take, and their bits beside Triton's."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.moe import float8_gemm, grouped_gemm, hopper_gemm
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, WithCopies
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, Places, QuantizedMatrices, WithCopies, places_of
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -266,7 +267,7 @@ def test_which_float8_gemms_are_taken(on_hopper, num_rows, columns, first, dtype
 )
 def test_which_bfloat16_gemms_are_taken(on_hopper, num_rows, transposed, dtype, weight_dtype, taken):
     """More than 64 rows per expert, in a gradient 128; also with weights of copies, which lie elsewhere."""
-    own, copies = (torch.empty(1, 64, 32, dtype=weight_dtype) for _ in range(2))
+    own, copies = (torch.empty(1, 64, 32, dtype=one) for one in (dtype, weight_dtype))
     length, columns = (32, 64) if transposed else (64, 32)
     rows, out = torch.empty(num_rows, length, dtype=dtype), torch.empty(num_rows, columns, dtype=dtype)
     bias, row_weights = torch.empty(2, columns, dtype=torch.bfloat16), torch.empty(num_rows)
@@ -287,6 +288,49 @@ def test_which_bfloat16_gemms_are_taken(on_hopper, num_rows, transposed, dtype, 
     )
     gemm += bias.data_ptr(), "bfloat16", row_weights.data_ptr()
     assert on_hopper == [(gemm, transposed, (copies.data_ptr(), 0, 1, 0, 256), 1, 132, 11)]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "copies", "float8"])
+def test_weights_that_were_copied_are_there_when_the_kernel_is_launched(monkeypatch, on_hopper, kind):
+    """Weights at odd addresses are copied. Memory of the copies could belong to others before the launch."""
+    dtype = torch.float8_e4m3fn if kind == "float8" else torch.bfloat16
+    odd = [torch.empty(32 * 128 + 1, dtype=dtype)[1:].view(32, 128) for _ in range(2)]
+    copied: list[weakref.ref[Tensor]] = []
+
+    def find(weights: ExpertMatrices) -> Places:
+        places = places_of(weights)
+        copied.append(weakref.ref(places.base))
+        return places
+
+    def launch(*_: object) -> None:
+        on_hopper.append((len(copied), all(one() is not None for one in copied)))
+
+    monkeypatch.setattr(hopper_gemm, "places_of", find)
+    stand_in = hopper_gemm._compiled()
+    stand_in.bfloat16_gemm = stand_in.float8_gemm = launch
+    rows, out, ends = torch.empty(999, 128), torch.empty(999, 32).bfloat16(), torch.empty(4, dtype=torch.int32)
+    if kind == "float8":
+        scales = torch.empty(2, 1, 1)
+        assert hopper_gemm.multiply_float8(
+            (rows, rows), QuantizedMatrices(odd, scales, odd, scales), ends, out, None, None
+        )
+    else:
+        matrices = WithCopies(odd, odd) if kind == "copies" else odd
+        assert hopper_gemm.multiply(rows.bfloat16(), matrices, ends, out, transposed=True)
+    assert on_hopper == [(len(copied), True)] and len(copied) == 1 + (kind == "copies")
+
+
+def test_what_a_kernel_would_misread_is_not_taken(on_hopper):
+    rows, out, weights = (torch.empty(shape).bfloat16() for shape in ((999, 128), (999, 32), (2, 32, 128)))
+    ends = torch.empty(2, dtype=torch.int64)
+    assert not hopper_gemm.multiply(rows, weights, ends, out, transposed=True)
+    grad, wide, grad_rows = (torch.empty(999, width).bfloat16() for width in (16, 104, 24))
+    assert not hopper_gemm.write_weight_grads([(grad, grad_rows, ends)], torch.empty(2, 16, 24), False)
+    for out_dtype in (torch.bfloat16, torch.float32):  # rows of these have no multiple of 16 bytes
+        narrow = wide[:, :98]
+        grads = torch.empty(2, 16, 98, dtype=out_dtype)
+        assert not hopper_gemm.write_weight_grads([(grad, narrow, ends.int())], grads, False)
+    assert on_hopper == []
 
 
 def grad_set(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,12 +24,15 @@ from ep_dispatcher.topology import Topology
 LIMIT_S = 3.0
 SETTINGS = dict(EP_DISPATCHER_WIRE="nccl")
 SOCKETS = SETTINGS | dict(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+SHARED_GPU = os.environ.get("EP_TEST_SHARED_GPU") == "1"
 on_gpus = [
     pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 GPUs: NCCL takes one for each node"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2 and not SHARED_GPU, reason="fewer than 2 GPUs, and no EP_TEST_SHARED_GPU=1"
+    ),
 ]
 # Ranks of a node share a GPU. That needs NVIDIA's MPS, or it takes long.
-SHARES_GPU = pytest.mark.skipif(os.environ.get("EP_TEST_SHARED_GPU") != "1", reason="no EP_TEST_SHARED_GPU=1")
+SHARES_GPU = pytest.mark.skipif(not SHARED_GPU, reason="no EP_TEST_SHARED_GPU=1")
 SPLITS = [pytest.param(2, 1, marks=on_gpus), pytest.param(4, 2, marks=[*on_gpus, SHARES_GPU])]
 QUICK = ("routing", "graph", "rows")
 
@@ -37,6 +40,7 @@ QUICK = ("routing", "graph", "rows")
 @pytest.mark.parametrize("part", nccl_wire.PARTS)
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
 def test_over_nvlink(num_ranks, ranks_per_node, part):
+    """Over sockets where all nodes share a GPU."""
     run_wire("nccl", SETTINGS, num_ranks, ranks_per_node, part)
 
 

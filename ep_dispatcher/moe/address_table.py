@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_dispatcher import checks
-from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of, even_step
+from ep_dispatcher.moe.expert_matrices import ExpertMatrices, addresses_of, check_not_capturing, even_step
 
 
 def address_table(matrices: ExpertMatrices, device: torch.device) -> tuple[Tensor, bool]:
@@ -40,10 +39,7 @@ def _make_address_table(addresses: tuple[int, ...], device: torch.device) -> tup
         step = even_step(addresses)
         if step is not None:
             return _evenly_spaced_table(addresses[0], step, len(addresses), device)
-        checks.refuse(
-            f"{len(addresses)} matrices lie at new addresses, and at irregular steps, while a CUDA graph is captured: "
-            "run one warm-up pass with these matrices first"
-        )
+    check_not_capturing(len(addresses), device)
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
     if len(_address_tables) >= MOST_ADDRESS_TABLES:
         _address_tables.clear()

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ep_dispatcher import checks
+
 LINE_BYTES = 16  # the kernels need the address of a matrix, and of each of its rows, to be a multiple of this
 ExpertMatrices = Sequence[Tensor] | Tensor  # one matrix per expert: separate tensors, or one tensor of all of them
 WeightGradInputs = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
@@ -36,7 +38,8 @@ class WithCopies(Sequence[Tensor]):
 class DescribedMatrices(list[Tensor]):
     """Separate matrices, in a list that does not change from pass to pass.
 
-    described  what places_of found, and the addresses then: a tensor may get other memory, by assigning to its ``data``
+    described  what places_of found, and the addresses then: by assigning to its ``data`` a tensor may get other memory,
+               but not other strides
     """
 
     def __init__(self, matrices: Iterable[Tensor]):
@@ -80,12 +83,23 @@ def _find_places(weights: ExpertMatrices) -> Places:
     return Places(base, *_shift_table(shifts, base.device))
 
 
+def check_not_capturing(num_addresses: int, device: torch.device) -> None:
+    """Raise ValueError if a CUDA graph is captured: then no table of addresses can be copied from the host."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        checks.refuse(
+            f"{num_addresses} matrices lie at new addresses, and at irregular steps, while a CUDA graph is captured: "
+            "run one warm-up pass with these matrices first"
+        )
+
+
 @functools.lru_cache(4096)  # some matrices come and go; those of Megatron stay the same
 def _shift_table(shifts: tuple[int, ...], device: torch.device) -> tuple[int, Tensor | None, int, int]:
     """Return what Places has behind its base."""
     first = shifts[0]
     step = shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
     is_regular = all(b - a == step for a, b in zip(shifts, shifts[1:]))
+    if not is_regular:
+        check_not_capturing(len(shifts), device)
     table = None if is_regular else torch.tensor(shifts, dtype=torch.int32, device=device)
     return max(shifts) + 1, table, first, step
 

@@ -1,13 +1,8 @@
-"""Compiled kernels for grouped GEMMs on GPUs of compute capability 9.0 (csrc/cuda/moe): bfloat16, float8, and gradients
-that are added to float32.
+"""Compiled kernels for grouped GEMMs on GPUs of compute capability 9.0 (csrc/cuda/moe): of rows in bfloat16 and float8,
+and for gradients of weights.
 
 Their results are those of the Triton kernels, bit for bit, but subnormal numbers count as 0 where gradients are added.
-On an H200 (benchmarks/grouped_gemm.py and float8_experts.py) they take this part of the Triton kernels' time, and with
-fewer rows per expert up to 1.1 times as long:
-
-    bfloat16    0.76 to 0.97    256 to 4096 rows per expert
-    float8      0.68 to 0.96    512 to 4096
-    gradients   0.83 to 0.90    1024 and more
+Measured with benchmarks/grouped_gemm.py and float8_experts.py (benchmarks/results/RUNS.md).
 """
 
 from __future__ import annotations
@@ -34,8 +29,8 @@ from ep_dispatcher.moe.expert_matrices import (
     places_of,
 )
 
-# Rows per expert up to which a Triton kernel is as fast: that of a forward and of float8, that of gradients of rows in
-# bfloat16, and those of gradients of weights that are added or stored.
+# Rows per expert up to which the Triton kernel is used: for a forward and float8, for gradients of rows in bfloat16,
+# and for gradients of weights that are added or stored.
 FEW_ROWS, FEW_ROWS_BACK, FEW_ADDED_ROWS, FEW_STORED_ROWS = 64, 128, 768, 128
 _GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -67,20 +62,20 @@ def multiply(
 ) -> bool:
     """Write what grouped_gemm.linear returns, or where weights are not `transposed` what linear_grad_rows does.
 
-    The first of the weights is that of expert 0. False: nothing is done, the Triton kernel is faster
+    The first of the weights is that of expert 0. False: nothing is done; the Triton kernel is faster, or the only one.
     """
     few_rows = FEW_ROWS if transposed else FEW_ROWS_BACK
-    if not _takes(rows, few_rows * num_matrices(weights), out) or rows.dtype != torch.bfloat16:
+    if not _takes(rows, few_rows * num_matrices(weights), ends, out) or rows.dtype != torch.bfloat16:
         return False
     own, copies = (weights.own, weights.copies) if type(weights) is WithCopies else (weights, None)
-    places = places_of(own)
-    if places.base.dtype != torch.bfloat16:
+    places, of_copies = places_of(own), None if copies is None else places_of(copies)
+    if any(one is not None and one.base.dtype != torch.bfloat16 for one in (places, of_copies)):
         return False
     device = rows.get_device()
     _compiled().bfloat16_gemm(
         _gemm_of_rows(rows, places, ends, num_matrices(weights), out, bias, row_weights),
         transposed,
-        None if copies is None else _addresses(places_of(copies)),
+        None if of_copies is None else _addresses(of_copies),
         num_matrices(own),
         num_sms(device),
         torch._C._cuda_getCurrentRawStream(device),
@@ -96,19 +91,19 @@ def multiply_float8(
     bias: Tensor | None,
     row_weights: Tensor | None,
 ) -> bool:
-    """Write what float8_gemm.linear returns. The first of the weights is that of expert 0. False: as in `multiply`"""
+    """Write what float8_gemm.linear returns. The first of the weights is that of expert 0. False: as in `multiply`."""
     rows, scales = pair
     experts = num_matrices(weights.rows)
-    if not _takes(rows, FEW_ROWS * experts, out):
+    if not _takes(rows, FEW_ROWS * experts, ends, out):
         return False
     if isinstance(weights.scales, Tensor):
         scale_places = weights.scales.data_ptr(), 0, *weights.scales.stride()[:2]
     else:
         table, _ = address_table(weights.scales, rows.device)
         scale_places = 0, table.data_ptr(), 0, weights.scales[0].stride(0)
-    device = rows.get_device()
+    device, places = rows.get_device(), places_of(weights.rows)
     _compiled().float8_gemm(
-        _gemm_of_rows(rows, places_of(weights.rows), ends, experts, out, bias, row_weights),
+        _gemm_of_rows(rows, places, ends, experts, out, bias, row_weights),
         (scales.data_ptr(), *scale_places),
         num_sms(device),
         torch._C._cuda_getCurrentRawStream(device),
@@ -116,7 +111,7 @@ def multiply_float8(
     return True
 
 
-def _takes(rows: Tensor, few_rows: int, out: Tensor) -> bool:
+def _takes(rows: Tensor, few_rows: int, ends: Tensor, out: Tensor) -> bool:
     """Return whether a kernel computes rows with these results, and sooner than the Triton kernel."""
     return (
         rows.shape[0] > few_rows
@@ -124,6 +119,7 @@ def _takes(rows: Tensor, few_rows: int, out: Tensor) -> bool:
         and out.dtype == torch.bfloat16
         and (out.data_ptr() | out.shape[1] * out.itemsize) % LINE_BYTES == 0  # they store so many bytes at a time
         and rows.is_contiguous()
+        and ends.dtype == torch.int32
     )
 
 
@@ -143,6 +139,7 @@ def _gemm_of_rows(
 
 
 def _addresses(places: Places) -> tuple[int, int, int, int, int]:
+    """Return what a kernel needs of `places`. The caller keeps those until it is launched: they may be of copies."""
     base, num_shifts, shifts, first, step = places
     return base.data_ptr(), _address(shifts), num_shifts, first, step
 
@@ -157,22 +154,24 @@ def _dtype(dtype: torch.dtype) -> Any:
 
 
 def write_weight_grads(sets: Sequence[WeightGradInputs], out: ExpertMatrices, accumulate: bool) -> bool:
-    """Write what grouped_gemm.linear_grad_weights writes. False: nothing is done, the Triton kernel is faster."""
+    """Write what grouped_gemm.linear_grad_weights writes. False: as in `multiply`."""
     _, first_rows, _ = sets[0]
     device, num_rows = first_rows.get_device(), sum([rows.shape[0] for _, rows, _ in sets])
     few_rows = FEW_ADDED_ROWS if accumulate else FEW_STORED_ROWS
     if num_rows <= few_rows * num_matrices(out) or first_rows.dtype != torch.bfloat16 or not num_sms(device):
         return False
-    dtype = out[0].dtype
+    dtype, (n, k) = out[0].dtype, matrix_shape(out)
+    if dtype not in _GRAD_DTYPES or (accumulate and dtype != torch.float32) or k * dtype.itemsize % LINE_BYTES:
+        return False
     table, is_aligned = address_table(out, first_rows.device)
-    if not is_aligned or dtype not in _GRAD_DTYPES or (accumulate and dtype != torch.float32):
+    if not is_aligned or any(ends.dtype != torch.int32 for _, _, ends in sets):
         return False
     given = []
     for grad, rows, ends in sets:
         if rows.shape[0]:
             row_bytes = grad.stride(0) * grad.itemsize, rows.stride(0) * rows.itemsize
             given.append((grad.data_ptr(), rows.data_ptr(), *row_bytes, rows.shape[0], ends.data_ptr()))
-    sizes = *matrix_shape(out), num_matrices(out), num_sms(device)
+    sizes = n, k, num_matrices(out), num_sms(device)
     stream = torch._C._cuda_getCurrentRawStream(device)
     _compiled().weight_grad(given, table.data_ptr(), _dtype(dtype), accumulate, *sizes, stream)
     return True

@@ -4,10 +4,10 @@
 namespace ep::cuda {
 namespace {
 
-constexpr int kStep = 64;                           // entries of a row that a step multiplies: 128 bytes
-constexpr int kRowBytes = kStep * 2;                // of a box in shared memory
-constexpr int kBoxBytes = kStep * kRowBytes;        // of a box of weights that are not transposed
-constexpr int kBoxes = kColumns / (kRowBytes / 2);  // of these, side by side
+constexpr int kStep = 64;             // entries of a row that a step multiplies
+constexpr int kRowBytes = kStep * 2;  // of a box in shared memory
+// Weights that are not transposed are in boxes side by side.
+constexpr int kBoxColumns = kRowBytes / 2, kBoxBytes = kStep * kRowBytes, kBoxes = kColumns / kBoxColumns;
 
 struct Stage {
   uint8_t rows[kRows * kRowBytes];
@@ -45,7 +45,7 @@ __device__ void load(Pipeline<Stage, RowTile>& pipeline, const Params& p, const 
           ptx::box_load(to.weights, weights, step, tile.column, shift, loaded);
         else
           for (int i = 0; i < kBoxes; ++i)
-            ptx::box_load(to.weights + i * kBoxBytes, weights, tile.column + i * kStep, step, shift, loaded);
+            ptx::box_load(to.weights + i * kBoxBytes, weights, tile.column + i * kBoxColumns, step, shift, loaded);
       });
   }
   if (finder.lane == 0) loading.publish({-1, 0, 0, 0});

@@ -42,7 +42,7 @@ struct Float8Gemm : RowGemm {
   int64_t scale_step, scale_stride;
 };
 
-// Both operands are bfloat16, and so are weights of [length, columns] where they are not `transposed`.
+// Both operands are bfloat16. Weights that are not `transposed` are [length, columns] each, and multiplied without .T.
 struct BFloat16Gemm : RowGemm {
   bool transposed;
   ExpertWeights copies;  // of the experts from num_own on

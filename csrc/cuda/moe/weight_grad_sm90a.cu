@@ -1,8 +1,6 @@
 // Where sums are added to memory, the L2 cache does so: nobody waits for what is there, and the products of the next
 // tile begin under it. It adds 280 billion floats a second on an H200, so with few rows, where a tile has few products,
 // that takes longer.
-#include <algorithm>
-
 #include "cuda/device/tensor_map.h"
 #include "cuda/moe/tile_order.cuh"
 #include "cuda/moe/tile_pipeline.cuh"

@@ -22,7 +22,7 @@ END_S = 1.0  # how long destroy() waits for NCCL to free a communicator. NCCL wa
 
 
 def _host() -> str:
-    """Return what this host is to NCCL. On one host it takes no two ranks of a communicator on one GPU."""
+    """Return what this host is to NCCL, which takes no two ranks of a communicator on one GPU of a host."""
     return os.environ.get("NCCL_HOSTID") or socket.gethostname()
 
 
