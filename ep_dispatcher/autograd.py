@@ -258,6 +258,13 @@ def _differentiable_combine(buffer: Buffer, request: CombineRequest) -> Combined
     return Combined(x, topk_weights)
 
 
+def _float8_rows(buffer: Buffer, received: Received) -> Tensor:
+    """Return float8 rows whose gradient goes to their anchor; without one if the caller uses the anchor instead."""
+    if buffer.caller_uses_anchors:
+        return received.rows.detach()
+    return Float8Rows.apply(received.rows, received.scales, received.anchor)
+
+
 def check_buffer(buffer: Buffer) -> None:
     if not isinstance(buffer, Buffer):
         checks.fail("buffer", f"of type {type(buffer).__name__}", "an ep_dispatcher.Buffer")
@@ -367,7 +374,7 @@ def dispatch(
         recompute.use_plan(request, handle)
     received = _differentiable_dispatch(buffer, request)
     if request.quantize:
-        received = received._replace(rows=Float8Rows.apply(received.rows, received.scales, received.anchor))
+        received = received._replace(rows=_float8_rows(buffer, received))
     out = dispatch_output(engine, request, received, handle)
     if handle is None:
         handles.append(out.handle)

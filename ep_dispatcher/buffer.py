@@ -129,6 +129,7 @@ class Buffer(BufferSizes):
     backward_note: str = ""  # `note` for the backwards of the operations that are called from now on
     _label: int = 0
     caller_keeps_plans = False  # whether the caller saves plans for recomputes, as Megatron's dispatcher does
+    caller_uses_anchors = False  # whether gradients of float8 rows come through their anchors alone, likewise
 
     def __init__(
         self,

@@ -277,6 +277,22 @@ def test_the_memory_of_an_anchor_may_be_freed(rank, engine):
             assert_same(ep.dequantize(pair).detach(), right, "rows")
 
 
+@on_ranks(2)
+def test_a_caller_of_anchors_gets_rows_without_a_gradient(rank, engine):
+    """As Megatron's dispatcher, which passes the anchor on. Gradients and values are the same."""
+    case, found = Case(2, 2, torch.bfloat16, payload="quantize"), []
+    x, topk_idx, weights = make_inputs(case).on(rank, device_of(engine, rank))
+    x.requires_grad_()
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        for buffer.caller_uses_anchors in (False, True):
+            pair = ep.dispatch(buffer, x, topk_idx, weights, quantize=case.quantize).x
+            assert pair.rows.requires_grad != buffer.caller_uses_anchors and pair.anchor.requires_grad
+            values = ep.dequantize(pair)
+            found.append((values.detach(), *torch.autograd.grad(values, [x], torch.ones_like(values))))
+    for seen, right in zip(*found):
+        assert_same(seen, right, "rows, and the gradient of x")
+
+
 @pytest.mark.parametrize("idle", [0, 1])
 @on_ranks(2)
 def test_a_rank_whose_loss_does_not_use_the_layer_adds_nothing_times_its_sum(rank, engine, idle):

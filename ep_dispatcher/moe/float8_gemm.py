@@ -45,12 +45,13 @@ def has_kernels(rows: Tensor) -> bool:
 def check_pair(argument: str, pair: tuple[Tensor, Tensor], columns: int) -> None:
     """Raise ValueError unless a pair is contiguous, and is what ep.quantize returns for rows of `columns` columns."""
     rows, scales = pair
-    rows_shape, scales_shape = [rows.shape[0], columns], [rows.shape[0], checks.num_scales(columns)]
+    num_rows = rows.shape[0]
+    rows_shape, scales_shape = (num_rows, columns), (num_rows, checks.num_scales(columns))
     has_right_dtypes = rows.dtype == E4M3 and scales.dtype == torch.float32
-    has_right_shapes = [*rows.shape] == rows_shape and [*scales.shape] == scales_shape
+    has_right_shapes = rows.shape == rows_shape and scales.shape == scales_shape
     if not (has_right_dtypes and has_right_shapes and rows.is_contiguous() and scales.is_contiguous()):
         given = " and ".join(f"{t.dtype} {[*t.shape]} with strides {[*t.stride()]}" for t in pair)
-        checks.fail(argument, given, f"{E4M3} {rows_shape} and torch.float32 {scales_shape}, contiguous")
+        checks.fail(argument, given, f"{E4M3} {[*rows_shape]} and torch.float32 {[*scales_shape]}, contiguous")
 
 
 def linear(

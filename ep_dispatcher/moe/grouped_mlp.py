@@ -182,12 +182,12 @@ def make_mlp(dtype: torch.dtype, parameters: Parameters, **options: Any) -> Mlp:
             checks.fail(name, parameter[0].dtype, f"{dtype}, the dtype of the rows")
     for name, quantized, parameter in zip(("w1", "w2"), mlp.float8 or (), parameters):
         assert parameter is not None  # w1 or w2
-        given = num_matrices(quantized.rows), [*matrix_shape(quantized.rows)]
-        expected = num_matrices(parameter), [*matrix_shape(parameter)]
+        given = num_matrices(quantized.rows), matrix_shape(quantized.rows)
+        expected = num_matrices(parameter), matrix_shape(parameter)
         if given != expected:
             checks.refuse(
-                f"float8 has {name} of {given[0]} matrices {given[1]}, but the parameters have {expected[0]} matrices "
-                f"{expected[1]}"
+                f"float8 has {name} of {given[0]} matrices {[*given[1]]}, but the parameters have {expected[0]} "
+                f"matrices {[*expected[1]]}"
             )
     return mlp
 

@@ -53,7 +53,7 @@ class MegatronBuffer(ep.Buffer):
     """A buffer of Megatron's layers. The dispatcher itself keeps the plans that a recompute uses."""
 
     wording: MegatronWording
-    caller_keeps_plans = True
+    caller_keeps_plans = caller_uses_anchors = True
     growth: History  # of the attempts to agree on a larger buffer
     capacities: rank_capacity.Capacities
 

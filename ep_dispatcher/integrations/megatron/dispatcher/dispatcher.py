@@ -257,7 +257,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if quantized_rows is not None:
             for tensor in quantized_rows:
                 _record_use(tensor)
-            quantized = QuantizedInput(quantized_rows[0].detach(), quantized_rows[1], tokens_per_expert)
+            quantized = QuantizedInput(*quantized_rows, tokens_per_expert)
             if self._is_grouped and self.experts is not None and self.experts.can_take_quantized:
                 _record_use(tokens_per_expert)
                 return hidden_states, quantized, probs

@@ -43,11 +43,12 @@ class GroupedExperts(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
+# Each forward pass makes one of these, and a frozen dataclass takes four times as long to make.
+@dataclass(eq=False)
 class QuantizedInput:
     """Rows that have arrived quantized. The experts get it in place of their counts, beside the anchor of the rows."""
 
-    rows: Tensor  # float8_e4m3fn [num_rows, hidden]
+    rows: Tensor  # float8_e4m3fn [num_rows, hidden], without a gradient
     scales: Tensor  # float32 [num_rows, ceil(hidden / 128)]
     counts: Tensor
 
@@ -56,7 +57,6 @@ class QuantizedInput:
         return ep.QuantizedRows(self.rows, self.scales, anchor)
 
 
-# Each forward pass makes one, and a frozen dataclass takes four times as long to make.
 @dataclass(eq=False)
 class PendingDispatch:
     """The dispatch of one forward pass. Experts that run it themselves get it in place of their counts."""
