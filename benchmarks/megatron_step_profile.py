@@ -207,6 +207,7 @@ def _fill(found: dict[str, Any], figure: Figure) -> None:
     figure.suptitle("A training step of Megatron-LM, rank 0: milliseconds")
     panels = figure.subplots(2, 1, sharex=True)
     titles = {"kernels": "GPU, by kind of kernel", "owners": "host, by owner of the code"}
+    last = 1.02 * max(one["step"] for one in found.values())
     for axes, (title, about) in zip(panels, titles.items()):
         names = dict.fromkeys(name for one in found.values() for name in one[title])
         left = dict.fromkeys(found, 0.0)
@@ -214,9 +215,14 @@ def _fill(found: dict[str, Any], figure: Figure) -> None:
             widths = [one[title].get(name, 0.0) for one in found.values()]
             axes.barh(list(found), widths, 0.6, left=list(left.values()), color=color, label=name)
             left = {job: begin + width for (job, begin), width in zip(left.items(), widths)}
+        if title == "owners":
+            waits = [one["waits"] for one in found.values()]
+            places = [place + 0.36 for place in range(len(found))]
+            axes.barh(places, waits, 0.1, color="black", label="waits for its GPU, of these")
         for place, one in enumerate(found.values()):
             axes.plot([one["step"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
         axes.set_title(f"{about}; black: the step's end", size=9)
+        axes.set_xlim(0, last)
         axes.invert_yaxis()
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
 

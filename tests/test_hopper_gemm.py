@@ -44,7 +44,7 @@ def quantized(counts: list[int], n: int, k: int) -> tuple[tuple[Tensor, Tensor],
 
 def by_both(monkeypatch, call) -> tuple[Tensor, Tensor]:
     """The result of the compiled kernel, and that of Triton's. Only the first one uses the compiled module."""
-    for few_rows in ("FEW_ROWS", "FEW_ROWS_BACK", "FEW_ADDED_ROWS", "FEW_STORED_ROWS"):
+    for few_rows in ("FEW_ROWS", "FEW_ROWS_BACK", "FEW_ADDED_ROWS"):
         monkeypatch.setattr(hopper_gemm, few_rows, 0)
     with monkeypatch.context() as triton_fails:
         triton_fails.setattr(grouped_gemm.kernels(), "multiply", None)
@@ -345,14 +345,13 @@ def grad_set(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor
         (1536, torch.bfloat16, torch.float32, True, False),
         (1537, torch.bfloat16, torch.bfloat16, True, False),
         (1537, torch.float16, torch.float32, True, False),
-        (257, torch.bfloat16, torch.float32, False, True),
-        (257, torch.bfloat16, torch.bfloat16, False, True),
-        (256, torch.bfloat16, torch.bfloat16, False, False),
+        (101, torch.bfloat16, torch.float32, False, True),
+        (101, torch.bfloat16, torch.bfloat16, False, True),
         (257, torch.float16, torch.float16, False, False),
     ],
 )
 def test_which_gradients_are_taken(on_hopper, num_rows, dtype, out_dtype, accumulate, taken):
-    """In bfloat16, with more than 768 rows per expert in all sets if added to float32, or 128 if stored."""
+    """In bfloat16, and with more than 768 rows per expert in all sets if they are added to float32."""
     first, second = grad_set(num_rows - 100, dtype), grad_set(100, dtype)
     out = torch.zeros(2, 16, 24, dtype=out_dtype)
     assert hopper_gemm.write_weight_grads([first, grad_set(0, dtype), second], out, accumulate) == taken
@@ -362,6 +361,11 @@ def test_which_gradients_are_taken(on_hopper, num_rows, dtype, out_dtype, accumu
     ((sets, _, result, *others),) = on_hopper
     expected = [(g.data_ptr(), r.data_ptr(), 32, 48, len(g), e.data_ptr()) for g, r, e in (first, second)]
     assert sets == expected and f"torch.{result}" == str(out_dtype) and others == [accumulate, 16, 24, 2, 132, 11]
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_gradients_without_rows_are_not_taken(on_hopper, accumulate):
+    assert not hopper_gemm.write_weight_grads([grad_set(0)], torch.zeros(2, 16, 24), accumulate) and on_hopper == []
 
 
 @pytest.mark.parametrize("accumulate", [True, False])

@@ -30,8 +30,8 @@ from ep_dispatcher.moe.expert_matrices import (
 )
 
 # Rows per expert up to which the Triton kernel is used: for a forward and float8, for gradients of rows in bfloat16,
-# and for gradients of weights that are added or stored.
-FEW_ROWS, FEW_ROWS_BACK, FEW_ADDED_ROWS, FEW_STORED_ROWS = 64, 128, 768, 128
+# and for gradients of weights that are added.
+FEW_ROWS, FEW_ROWS_BACK, FEW_ADDED_ROWS = 64, 128, 768
 _GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -157,7 +157,7 @@ def write_weight_grads(sets: Sequence[WeightGradInputs], out: ExpertMatrices, ac
     """Write what grouped_gemm.linear_grad_weights writes. False: as in `multiply`."""
     _, first_rows, _ = sets[0]
     device, num_rows = first_rows.get_device(), sum([rows.shape[0] for _, rows, _ in sets])
-    few_rows = FEW_ADDED_ROWS if accumulate else FEW_STORED_ROWS
+    few_rows = FEW_ADDED_ROWS if accumulate else 0
     if num_rows <= few_rows * num_matrices(out) or first_rows.dtype != torch.bfloat16 or not num_sms(device):
         return False
     dtype, (n, k) = out[0].dtype, matrix_shape(out)
