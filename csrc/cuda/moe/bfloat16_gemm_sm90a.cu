@@ -87,7 +87,7 @@ __device__ void multiply(Pipeline<Stage, RowTile>& pipeline, const BFloat16Gemm&
       multiplying.release();
       multiplying.advance();
     }
-    if (has_rows) store(gemm, tile, sums, tile.column, first_row + row_of_sums());
+    if (has_rows) store(gemm, tile, sums, first_row + row_of_sums(), tile.column);
   }
 }
 

@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_tile(Multiplying<Stage, RowTile>& multi
   }
   if (has_rows)
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) store(gemm, tile, sums[half], tile.column + half * kHalf, row);
+    for (int half = 0; half < kHalves; ++half) store(gemm, tile, sums[half], row, tile.column + half * kHalf);
 }
 
 // [warp group] Compute its rows of the block's tiles.

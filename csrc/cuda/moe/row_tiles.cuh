@@ -94,9 +94,9 @@ __device__ inline float2 bias_at(const RowGemm& gemm, int expert, int column) {
   }
 }
 
-// [warp group] Add the bias to sums of columns from `column` on.
+// [warp group] Add the bias to sums of columns from `column` on. `row`: the first of the thread's two rows.
 template <int kSums>
-__device__ void add_bias(const RowGemm& gemm, const RowTile& tile, float (&sums)[kSums], int column, int row) {
+__device__ void add_bias(const RowGemm& gemm, const RowTile& tile, float (&sums)[kSums], int row, int column) {
   float weights[2];
   for (int i = 0; i < 2; ++i)
     weights[i] = gemm.row_weights && row + 8 * i < tile.end ? gemm.row_weights[row + 8 * i] : 1;
@@ -111,10 +111,10 @@ __device__ void add_bias(const RowGemm& gemm, const RowTile& tile, float (&sums)
   }
 }
 
-// [warp group] Add the bias to sums of columns from `column` on, and store them. `row`: the first of the thread's rows.
+// [warp group] Add the bias to sums of columns from `column` on, and store them.
 template <int kSums>
-__device__ void store(const RowGemm& gemm, const RowTile& tile, float (&sums)[kSums], int column, int row) {
-  if (gemm.bias) add_bias(gemm, tile, sums, column, row);
+__device__ void store(const RowGemm& gemm, const RowTile& tile, float (&sums)[kSums], int row, int column) {
+  if (gemm.bias) add_bias(gemm, tile, sums, row, column);
   store_rounded(static_cast<__nv_bfloat16*>(gemm.out), tile.end, gemm.columns, sums, row, column);
 }
 

@@ -22,8 +22,8 @@ __device__ inline void transpose(uint32_t (&values)[4]) {
   }
 }
 
-// [warp group] Store sums in a matrix of bfloat16 whose rows are `columns` long. `row`, `column`: the first ones of the
-// thread's sums. From end_row and `columns` on nothing is stored.
+// [warp group] Store sums in a matrix of bfloat16 whose rows are `columns` long. `row`: the first of the thread's two
+// rows; `column`: the first of the sums. From end_row and `columns` on nothing is stored.
 template <int kSums>
 __device__ void store_rounded(__nv_bfloat16* out, int end_row, int columns, const float (&sums)[kSums], int row,
                               int column) {
