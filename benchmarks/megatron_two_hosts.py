@@ -5,11 +5,14 @@
         --job 'alltoall: --moe-token-dispatcher-type alltoall' \\
         pretrain_gpt.py --num-layers 2 --expert-model-parallel-size 2 --train-iters 1000 --log-interval 1 ...
 
-The hosts are namespaces (tests/lib/two_hosts.py: needs root and iproute2), with one rank each, and a GPU each. All jobs
-start together and stay, because a start takes longer than the steps: at each rate every job takes its steps in turn,
-while the others wait before theirs. The first --warmup steps have no limit and are not reported. --train-iters must be
-more than all of them; the jobs are killed at the end. A job is described as for ``megatron_in_turn.py``. One that fails
-is left out from then on, and the exit code is 1.
+The hosts are namespaces (tests/lib/two_hosts.py: needs root and iproute2), with one rank each, and a GPU each. With
+--one-gpu they share one: start NVIDIA's MPS before, or their kernels take turns, and waits of one host stop the other.
+NCCL's messages go through the network all the same.
+
+All jobs start together and stay, because a start takes longer than the steps: at each rate every job takes its steps in
+turn, while the others wait before theirs. The first --warmup steps have no limit and are not reported. --train-iters
+must be more than all of them; the jobs are killed at the end. A job is described as for ``megatron_in_turn.py``. One
+that fails is left out from then on, and the exit code is 1.
 
 It prints the median step of each job at each rate, and the losses of all its steps. A step is ``train_step`` of
 Megatron-LM, the optimizer's included, and its time that of the slower rank. Logs, JSON and the chart are in --out.
@@ -48,9 +51,10 @@ def main(argv: list[str]) -> int:
 
     args = parse_args(argv)
     report: dict = {"title": "a training step between two hosts", "median_ms": {job.name: {} for job in args.job}}
-    report |= {"losses": {}, "seconds": {}, "arguments": args.arguments, "machine": describe_machine()}
+    report |= {"losses": {}, "seconds": {}, "arguments": args.arguments, "one_gpu": args.one_gpu}
+    report["machine"] = describe_machine()
     path = args.out / "times.json"
-    with Hosts(2) as hosts:
+    with Hosts(2, own_memory=not args.one_gpu) as hosts:
         runs = [Run(hosts, job, n, args) for n, job in enumerate(args.job)]
         step_all(runs, args.warmup, float("inf"))
         for rate in args.rates:
@@ -94,6 +98,7 @@ def parse_args(argv: list[str]):
     parser.add_argument(
         "--seconds", type=number(float, 0), default=60, help="a job's steps at a rate begin within these"
     )
+    parser.add_argument("--one-gpu", action="store_true", help="both hosts use the first GPU")
     parser.add_argument("--limit", type=number(float, 0), default=300, help="seconds for one step, or for the start")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/megatron_two_hosts"), help="folder of logs and times.json"
@@ -129,7 +134,7 @@ class Run:
             hosts.run(
                 host,
                 f"{start} {shlex.join(map(str, command))} > {shlex.quote(str(self._log(host)))} 2>&1",
-                {"CUDA_VISIBLE_DEVICES": str(host), **given},
+                {"CUDA_VISIBLE_DEVICES": "0" if args.one_gpu else str(host), **given},
             )
             for host in range(2)
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,14 @@ def test_what_a_host_is(make_hosts):
         name, *shm, processes, address = output.splitlines()
         assert name == f"host{host}" and shm == ["a"] * (host == 0) and int(processes) < 6
         assert address.split() == ["10.77.0.1", "host0"]
+
+
+def test_hosts_that_share_memory(make_hosts):
+    hosts = make_hosts(2, own_memory=False)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        for host, (code, output) in enumerate(hosts.run_all(f"hostname; ls {file.name}; readlink /proc/self/ns/ipc")):
+            own = os.readlink("/proc/self/ns/ipc")
+            assert code == 0 and output.splitlines() == [f"host{host}", file.name, own]
 
 
 def command_for_two_hosts(page: str) -> str:

@@ -38,7 +38,7 @@ from ep_dispatcher.tools.testing import RankPool, rank_main
 ROOT = Path(__file__).parents[2]
 NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
 OWN = "--net --uts --ipc --mount --pid --mount-proc"
-MOUNTS = "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys"
+MEMORY_MOUNT, MOUNTS = "mount -t tmpfs tmpfs /dev/shm", "mount -t sysfs sysfs /sys"
 SWITCH = 254  # its number in the addresses of a network
 PR_SET_PDEATHSIG = 1
 # The first process of a host: it ends, and so all others there, when its input does. It leaves no zombies of orphans.
@@ -53,7 +53,7 @@ def problem() -> str | None:
     missing = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} missing: apt-get install iproute2 util-linux"
-    trial = f"{MOUNTS} && ip link add eth0 type veth peer name eth1 && ip link add net0 type bridge"
+    trial = f"{MEMORY_MOUNT} && {MOUNTS} && ip link add eth0 type veth peer name eth1 && ip link add net0 type bridge"
     done = subprocess.run(["unshare", *OWN.split(), "--fork", "sh", "-c", trial], capture_output=True, text=True)
     return f"namespaces are refused: {done.stderr.strip()}" if done.returncode else None
 
@@ -127,6 +127,7 @@ class Hosts(AbstractContextManager):
     ipv6        IPv6 addresses alone
     interfaces  of each host: eth0, eth1, ..., each in a network of its own. Names lead to the last one
     names       whether the hosts know each other's names, and their own
+    own_memory  False: shared memory is that of this machine, as NVIDIA's MPS needs for hosts that share a GPU
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Hosts(AbstractContextManager):
         ipv6: bool = False,
         interfaces: int = 1,
         names: bool = True,
+        own_memory: bool = True,
     ):
         why_not = problem()
         if why_not is not None:
@@ -151,10 +153,11 @@ class Hosts(AbstractContextManager):
         self._file.flush()
         self._places: list[_Place] = []
         self.switch = _Place("--net")
+        namespaces, mounts = (OWN, f"{MEMORY_MOUNT} && {MOUNTS}") if own_memory else (OWN.replace("--ipc ", ""), MOUNTS)
         try:
             for host in range(num):
                 own = f"mount --bind {self._file.name} /etc/hosts && hostname host{host} && ip link set lo up"
-                self._places.append(_Place(OWN, f"{MOUNTS} && {own}"))
+                self._places.append(_Place(namespaces, f"{mounts} && {own}"))
             self._connect(mtu)
             if rate is not None or loss:
                 self.limit(rate, loss)
