@@ -15,26 +15,17 @@ struct Stage {
 };
 static_assert(kBoxes * kBoxBytes == sizeof(Stage::weights));
 
-struct Params {
-  BFloat16Gemm gemm;
-  int num_sms, num_rounds;
-};
+using Params = InRounds<BFloat16Gemm>;
 
 struct Maps {
   CUtensorMap rows, weights, copies;
 };
 
-// [warp] Find the block's tiles, and load their operands.
+// [warp] Load the operands of the block's tiles.
 template <bool kTransposed>
 __device__ void load(Pipeline<Stage, RowTile>& pipeline, const Params& p, const Maps& maps) {
   const BFloat16Gemm& gemm = p.gemm;
-  RowTiles finder(gemm);
-  const TileNumbers numbers = own_tiles(finder.count(), p.num_sms, p.num_rounds);
-  Loading<Stage, RowTile> loading(pipeline);
-  for (int number = numbers.first; number < numbers.end; number += p.num_sms) {
-    const RowTile tile = finder.find(number);
-    if (finder.lane != 0) continue;
-    loading.publish(tile);
+  load_tiles(pipeline, p, [&](const RowTile& tile, Loading<Stage, RowTile>& loading) {
     const bool is_own = tile.expert < gemm.num_own;
     const CUtensorMap* const weights = is_own ? &maps.weights : &maps.copies;
     const int shift = is_own ? shift_of(gemm.weights, tile.expert) : shift_of(gemm.copies, tile.expert - gemm.num_own);
@@ -47,8 +38,7 @@ __device__ void load(Pipeline<Stage, RowTile>& pipeline, const Params& p, const 
           for (int i = 0; i < kBoxes; ++i)
             ptx::box_load(to.weights + i * kBoxBytes, weights, tile.column + i * kBoxColumns, step, shift, loaded);
       });
-  }
-  if (finder.lane == 0) loading.publish({-1, 0, 0, 0});
+  });
 }
 
 // [warp group] Add the products of its rows of a stage to the sums, or let them be the sums.
@@ -112,7 +102,7 @@ void bfloat16_gemm(const BFloat16Gemm& gemm, int num_sms, cudaStream_t stream) {
   Maps maps{rows_map(gemm, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2), map_of(gemm, gemm.weights), {}};
   if (gemm.num_own < gemm.experts) maps.copies = map_of(gemm, gemm.copies);
   const auto kernel = gemm.transposed ? bfloat16_gemm_kernel<true> : bfloat16_gemm_kernel<false>;
-  launch_tiles<Stage>(kernel, Params{gemm, num_sms, 0}, stream, maps);
+  launch_tiles<Stage>(kernel, gemm, num_sms, stream, maps);
 }
 
 }  // namespace ep::cuda

@@ -13,30 +13,20 @@ struct Stage {
   uint8_t weights[kColumns * kStep];
 };
 
-struct Params {
-  Float8Gemm gemm;
-  int num_sms, num_rounds;
-};
+using Params = InRounds<Float8Gemm>;
 
-// [warp] Find the block's tiles, and load their operands.
+// [warp] Load the operands of the block's tiles.
 __device__ void load(Pipeline<Stage, RowTile>& pipeline, const Params& p, const CUtensorMap& rows,
                      const CUtensorMap& weights) {
   const Float8Gemm& gemm = p.gemm;
-  RowTiles finder(gemm);
-  const TileNumbers numbers = own_tiles(finder.count(), p.num_sms, p.num_rounds);
-  Loading<Stage, RowTile> loading(pipeline);
-  for (int number = numbers.first; number < numbers.end; number += p.num_sms) {
-    const RowTile tile = finder.find(number);
-    if (finder.lane != 0) continue;
-    loading.publish(tile);
+  load_tiles(pipeline, p, [&](const RowTile& tile, Loading<Stage, RowTile>& loading) {
     const int shift = shift_of(gemm.weights, tile.expert);
     for (int column = 0; column < gemm.length; column += kStep)
       loading.load([&](Stage& to, uint64_t* loaded) {
         ptx::box_load(to.rows, &rows, column, tile.row, loaded);
         ptx::box_load(to.weights, &weights, column, tile.column, shift, loaded);
       });
-  }
-  if (finder.lane == 0) loading.publish({-1, 0, 0, 0});
+  });
 }
 
 // The scales of a step: of a thread's two rows, and of both halves of the columns.
@@ -141,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 void float8_gemm(const Float8Gemm& gemm, int num_sms, cudaStream_t stream) {
   if (gemm.num_rows == 0 || gemm.columns == 0 || gemm.experts == 0) return;
   const CUtensorMapDataType bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  launch_tiles<Stage>(float8_gemm_kernel, Params{gemm, num_sms, 0}, stream, rows_map(gemm, bytes, 1),
+  launch_tiles<Stage>(float8_gemm_kernel, gemm, num_sms, stream, rows_map(gemm, bytes, 1),
                       weights_map(gemm.weights, bytes, 1, gemm.columns, gemm.length, kColumns));
 }
 

@@ -10,7 +10,6 @@
 
 #include "cuda/device/tensor_map.h"
 #include "cuda/moe/row_gemm.h"
-#include "cuda/moe/tile_order.cuh"
 #include "cuda/moe/tile_pipeline.cuh"
 #include "cuda/moe/tile_store.cuh"
 
@@ -77,6 +76,22 @@ struct RowTiles {
   }
 };
 
+// [warp] Find the block's tiles, and call load_tile(tile, loading) for each in one lane.
+template <class Stage, class Gemm, class LoadTile>
+__device__ __forceinline__ void load_tiles(Pipeline<Stage, RowTile>& pipeline, const InRounds<Gemm>& p,
+                                           const LoadTile& load_tile) {
+  RowTiles finder(p.gemm);
+  const TileNumbers numbers = own_tiles(finder.count(), p.num_sms, p.num_rounds);
+  Loading<Stage, RowTile> loading(pipeline);
+  for (int number = numbers.first; number < numbers.end; number += p.num_sms) {
+    const RowTile tile = finder.find(number);
+    if (finder.lane != 0) continue;
+    loading.publish(tile);
+    load_tile(tile, loading);
+  }
+  if (finder.lane == 0) loading.publish({-1, 0, 0, 0});
+}
+
 // [thread] Return the entries of a bias at a column and the next one.
 __device__ inline float2 bias_at(const RowGemm& gemm, int expert, int column) {
   if (column >= gemm.columns) return {0, 0};
@@ -141,15 +156,13 @@ __device__ __forceinline__ int shift_of(const ExpertWeights& weights, int expert
 }
 
 // [host] Launch a kernel for all tiles of a GEMM.
-template <class Stage, class Params, class... Maps>
-void launch_tiles(void (*kernel)(Params, Maps...), Params params, cudaStream_t stream, const Maps&... maps) {
-  const RowGemm& gemm = params.gemm;
+template <class Stage, class Gemm, class... Maps>
+void launch_tiles(void (*kernel)(InRounds<Gemm>, Maps...), const Gemm& gemm, int num_sms, cudaStream_t stream,
+                  const Maps&... maps) {
   // The rows of each expert may end in a tile that is not full.
   const int row_tiles = gemm.num_rows / kRows + std::min(gemm.experts, gemm.num_rows);
   const int tiles = row_tiles * div_up(gemm.columns, kColumns);
-  params.num_rounds = rounds_of(tiles, params.num_sms);
-  launch(kernel, params.num_rounds == 1 ? tiles : params.num_rounds * params.num_sms, kThreads,
-         sizeof(Pipeline<Stage, RowTile>), stream, params, maps...);
+  launch_in_rounds<Pipeline<Stage, RowTile>>(kernel, gemm, tiles, num_sms, stream, maps...);
 }
 
 }  // namespace ep::cuda

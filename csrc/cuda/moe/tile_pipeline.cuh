@@ -7,6 +7,7 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/device/tensor_core.cuh"
+#include "cuda/moe/tile_order.cuh"
 
 namespace ep::cuda {
 
@@ -130,6 +131,22 @@ __device__ __forceinline__ void run(Pipeline<Stage, Tile>& pipeline, const Load&
     ptx::take_registers<kMultiplyRegisters>();
     multiply();
   }
+}
+
+// What a kernel computes, and the rounds of its blocks.
+template <class Gemm>
+struct InRounds {
+  Gemm gemm;
+  int num_sms, num_rounds;
+};
+
+// [host] Launch a kernel for up to so many tiles. Shared: the pipeline of a block.
+template <class Shared, class Gemm, class... Maps>
+void launch_in_rounds(void (*kernel)(InRounds<Gemm>, Maps...), const Gemm& gemm, int tiles, int num_sms,
+                      cudaStream_t stream, const Maps&... maps) {
+  const int rounds = rounds_of(tiles, num_sms);
+  launch(kernel, rounds == 1 ? tiles : rounds * num_sms, kThreads, sizeof(Shared), stream,
+         InRounds<Gemm>{gemm, num_sms, rounds}, maps...);
 }
 
 // [warp] Return a value that all threads have, in a way that lets the compiler know that they are the same.

@@ -2,7 +2,6 @@
 // tile begin under it. It adds 280 billion floats a second on an H200, so with few rows, where a tile has few products,
 // that takes longer.
 #include "cuda/device/tensor_map.h"
-#include "cuda/moe/tile_order.cuh"
 #include "cuda/moe/tile_pipeline.cuh"
 #include "cuda/moe/tile_store.cuh"
 #include "cuda/moe/weight_grad.h"
@@ -26,10 +25,7 @@ struct Tile {
 
 enum class Result { kAdded, kFloat32, kBFloat16 };  // added to float32, or stored
 
-struct Params {
-  WeightGrad grad;
-  int num_sms, num_rounds;
-};
+using Params = InRounds<WeightGrad>;
 
 struct Maps {
   CUtensorMap grad[2], rows[2];
@@ -38,7 +34,7 @@ struct Maps {
 // [thread] Find the block's tiles, and load their operands. Where nothing would be added there is no tile.
 template <Result kResult>
 __device__ void load(Pipeline<Stage, Tile>& pipeline, const Params& p, const Maps& maps) {
-  const WeightGrad& grad = p.grad;
+  const WeightGrad& grad = p.gemm;
   const int m_tiles = div_up(grad.n, kRows), per_expert = m_tiles * div_up(grad.k, kColumns);
   const TileNumbers numbers = own_tiles(grad.experts * per_expert, p.num_sms, p.num_rounds);
   Loading<Stage, Tile> loading(pipeline);
@@ -150,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto load_all = [&] {
     if (threadIdx.x == 0) load<kResult>(pipeline, p, maps);
   };
-  run(pipeline, load_all, [&] { multiply<kResult>(pipeline, p.grad); });
+  run(pipeline, load_all, [&] { multiply<kResult>(pipeline, p.gemm); });
 }
 
 // [host] Describe rows of bfloat16 for loads of boxes.
@@ -173,9 +169,8 @@ void weight_grad(const WeightGrad& grad, int num_sms, cudaStream_t stream) {
   }
   const auto stores =
       grad.dtype == DType::kBFloat16 ? weight_grad_kernel<Result::kBFloat16> : weight_grad_kernel<Result::kFloat32>;
-  const int rounds = rounds_of(tiles, num_sms);
-  launch(grad.accumulate ? weight_grad_kernel<Result::kAdded> : stores, rounds == 1 ? tiles : rounds * num_sms,
-         kThreads, sizeof(Pipeline<Stage, Tile>), stream, Params{grad, num_sms, rounds}, maps);
+  launch_in_rounds<Pipeline<Stage, Tile>>(grad.accumulate ? weight_grad_kernel<Result::kAdded> : stores, grad, tiles,
+                                          num_sms, stream, maps);
 }
 
 }  // namespace ep::cuda
