@@ -124,12 +124,12 @@ class Profiled:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             result = call()
             synchronize()
-        for noted, device_type in (
-            (self.traces, torch.autograd.DeviceType.CUDA),
-            (self.calls, torch.autograd.DeviceType.CPU),
-        ):
-            events = [event for event in trace.events() if event.device_type == device_type]
-            noted.append([(event.name, (event.time_range.start, event.time_range.end)) for event in events])
+        on_gpu, on_host = list[tuple[str, Interval]](), list[tuple[str, Interval]]()
+        for event in trace.events():
+            noted = on_gpu if event.device_type == torch.autograd.DeviceType.CUDA else on_host
+            noted.append((event.name, (event.time_range.start, event.time_range.end)))
+        self.traces.append(on_gpu)
+        self.calls.append(on_host)
         return result
 
     def sampled(self, call, sampler: AbstractContextManager[None]) -> Any:
@@ -147,9 +147,9 @@ class Profiled:
         host = shares(self.sampler.samples, milliseconds)
         kinds, names = Counter[str](), Counter[str]()
         for name, (begin, end) in chain.from_iterable(self.traces):
-            took = (end - begin) / 1e3 / TRACED
-            kinds[kind_of(name)] += took
-            names[f"{kind_of(name)}: {name[:NAME_LENGTH]}"] += took
+            kind, took = kind_of(name), (end - begin) / 1e3 / TRACED
+            kinds[kind] += took
+            names[f"{kind}: {name[:NAME_LENGTH]}"] += took
         on_gpu = dict(kernels=dict(kinds.most_common()), names=dict(names.most_common(40)))
         waits = [[(name, interval) for name, interval in step if WAIT.fullmatch(name)] for step in self.calls]
         times = dict(step=milliseconds, busy=mean_busy_time(self.traces), waits=mean_busy_time(waits))

@@ -5,8 +5,14 @@ import torch
 from lib.grouped_gemm import COUNTS, close, groups, rows_of
 
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.address_table import address_table
-from ep_dispatcher.moe.expert_matrices import DescribedMatrices, WithCopies, lowest_and_shifts, places_of
+from ep_dispatcher.moe.address_table import address_table, table_of
+from ep_dispatcher.moe.expert_matrices import (
+    DescribedMatrices,
+    WithCopies,
+    _shift_table,
+    lowest_and_shifts,
+    places_of,
+)
 from ep_dispatcher.tools.testing import device_of
 
 PLACES = ("together", "backwards", "apart", "parted", "odd")
@@ -78,6 +84,16 @@ def test_matrices_are_described_again_where_they_have_moved():
     assert torch.equal(places_of(weights).base, weights[0]), "copied"
     weights[0].data.fill_(1)
     assert places_of(weights).base[0, 0] == 1, "copied anew"
+
+
+def test_tables_from_the_host_are_refused_during_a_capture(monkeypatch):
+    """Of weights and of gradients at irregular steps. Even steps need none."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu = torch.device("cuda", 0)
+    for make, irregular in ((_shift_table, (0, 3, 7)), (table_of, (16, 64, 160))):
+        with pytest.raises(ValueError, match="3 matrices lie at new addresses, and at irregular steps"):
+            make(irregular, gpu)
+    assert _shift_table((0, 3, 6), gpu) == (7, None, 0, 3)
 
 
 def test_ends_are_those_of_the_counts(engine):
