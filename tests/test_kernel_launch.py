@@ -30,7 +30,7 @@ def kernel_launch(monkeypatch):
     for name in ("triton", "triton.tools", "triton.tools.tensor_descriptor"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["triton.tools.tensor_descriptor"].TensorDescriptor = Descriptor
-    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None, interpret=False)
     sys.modules["triton"].knobs = SimpleNamespace(runtime=hooks)
     monkeypatch.delitem(sys.modules, "ep_dispatcher.moe.kernel_launch", raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

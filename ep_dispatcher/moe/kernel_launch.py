@@ -65,6 +65,7 @@ class Launcher:
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
+        self._is_compiled = not knobs.runtime.interpret  # TRITON_INTERPRET=1 needs no GPU
         self._compiled: dict[Hashable, _Compiled] = {}
 
     def __call__(self, grid: tuple[int, int, int], configuration: Configuration, *arguments: Any) -> None:
@@ -72,7 +73,7 @@ class Launcher:
 
         arguments   those before the constants: tensors, Matrix, integers and None
         """
-        device = torch._C._cuda_getDevice()
+        device = torch._C._cuda_getDevice() if self._is_compiled else -1
         kinds: list[Hashable] = [configuration, device]  # what decides which compiled kernel takes the arguments
         values, matrices = list[Any](), list[int]()  # as DirectLaunch takes them
         for argument in arguments:
@@ -110,7 +111,7 @@ class Launcher:
         """Launch it, and keep what Triton has compiled."""
         checked = [one.checked() if type(one) is Matrix else one for one in arguments]
         kernel = self._kernel[grid](*checked, **configuration.constants, **configuration.options)
-        if kernel is not None:  # None: TRITON_INTERPRET=1
+        if self._is_compiled:
             names = self._kernel.arg_names[len(arguments) :]
             constants = [configuration.constants[name] for name in names]
             self._compiled[key] = _Compiled(kernel, constants, DirectLaunch.of(kernel, [*arguments, *constants]))
