@@ -17,6 +17,7 @@ SWITCHES = {
     *("--swiglu", "--quick-geglu", "--squared-relu", "--disable-bias-linear", "--multi-latent-attention"),
     *("--group-query-attention", "--qk-layernorm", "--add-qkv-bias", "--moe-router-enable-expert-bias"),
     *("--moe-router-pre-softmax", "--moe-router-fusion", "--moe-grouped-gemm", "--moe-permute-fusion"),
+    "--no-bias-dropout-fusion",
 }
 
 
@@ -29,6 +30,12 @@ def layer_of(arguments: list[str]) -> dict[str, str | None]:
 @pytest.mark.parametrize("name", sorted(set(SHAPES) & set(NAMES)))
 def test_its_layer_is_that_of_the_recipe(name):
     assert layer_of(SHAPES[name]) == layer_of(recipe(name))
+
+
+@pytest.mark.parametrize("arguments", [*map(recipe, NAMES), *SHAPES.values()], ids=[*NAMES, *SHAPES])
+def test_megatron_builds_its_experts(arguments):
+    """TEGroupedMLP refuses biases with the fusion of bias and dropout, which is on by default."""
+    assert {"--disable-bias-linear", "--no-bias-dropout-fusion"} & set(arguments)
 
 
 def test_nemotron_has_the_experts_of_its_model():

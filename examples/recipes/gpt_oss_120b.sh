@@ -10,9 +10,10 @@ RECIPE=(
     --normalization RMSNorm --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
 
-    # Experts: 4 of 128 in every layer, with biases, and a gate that is clamped.
+    # Experts: 4 of 128 in every layer, with biases, and a gate that is clamped. Megatron's TEGroupedMLP refuses biases with
+    # the fusion of bias and dropout, which is on by default.
     --num-experts 128 --moe-ffn-hidden-size 2880 --moe-router-topk 4 --moe-router-dtype fp32
-    --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0
+    --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --no-bias-dropout-fusion
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
     --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
 
