@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ep_dispatcher.moe import float8_gemm, grouped_gemm, hopper_gemm
-from ep_dispatcher.moe.activation import SWIGLU
+from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device
 
@@ -101,6 +101,7 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
     first = grouped_gemm.linear(rows, w1, ends)
     second = grouped_gemm.activate(first, row_weights, ends, SWIGLU)
     activated, first_pair = float8_gemm.quantize_rows(second, ends), float8_gemm.quantize_rows(first, ends)
+    inputs = second, first, row_weights, ends, SWIGLU
     flop, entries, wide = 2 * num_rows * n * hidden, num_rows * hidden, num_rows * n
 
     def gemm(amount: float, pair, weights, bfloat16: Callable[[], object]) -> tuple:
@@ -123,10 +124,23 @@ def operations(case: Case) -> dict[str, tuple[dict[str, float], dict[str, Callab
                 "bfloat16": lambda: grouped_gemm.activate(first, row_weights, ends, SWIGLU),
             },
         ),
+        "activate, gradients": (
+            {"float8": 7 * wide, "apart": 11 * wide},
+            {
+                "float8": lambda: float8_gemm.activate_grad(*inputs, with_activated=True),
+                "apart": lambda: gradients_apart(*inputs),
+            },
+        ),
         "quantize_rows": alone(3 * entries, lambda: float8_gemm.quantize_rows(grad, ends)),
         "dequantize_rows": alone(3 * entries, lambda: float8_gemm.dequantize_rows(pair, ends)),
         "quantize_weights": alone(4 * w1.numel(), lambda: float8_gemm.quantize_weights(w1)),
     }
+
+
+def gradients_apart(grad, hidden, row_weights, ends: torch.Tensor, activation: Activation) -> tuple:
+    """The kernels that float8_gemm.activate_grad stands for."""
+    grads = grouped_gemm.activate_grad(grad, hidden, row_weights, ends, activation)
+    return float8_gemm.quantize_rows(grads.rows, ends), grouped_gemm.activate(hidden, row_weights, ends, activation)
 
 
 def by_triton(call: Callable[[], object]) -> None:

@@ -33,7 +33,8 @@ def test_the_activation_and_its_gradients(ends, dtype, name):
     result = right(leaves[0], act) * leaves[1][:, None]
     result.backward(grad[:end].double())
     close(grouped_gemm.activate(hidden, weights, ends, act)[:end], result.detach(), dtype)
-    grad_hidden, grad_weights = grouped_gemm.activate_grad(grad, hidden, weights, ends, act)
+    grad_hidden, grad_weights, activated = grouped_gemm.activate_grad(grad, hidden, weights, ends, act)
+    assert activated is None
     assert grad_hidden.dtype == dtype and grad_weights.dtype == torch.float32
     close(grad_hidden[:end], leaves[0].grad, dtype)
     close(grad_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
@@ -56,7 +57,7 @@ def test_kernels_take_an_activation_as_plain_constants(monkeypatch, name):
     act, ends = FAMILIES[name], torch.tensor([2], dtype=torch.int32)
     grad, hidden, weights = torch.ones(2, 128), torch.ones(2, 128 * act.pair), torch.ones(2)
     activation_kernels.activate(hidden, weights, ends, act)
-    activation_kernels.activate_grad(grad, hidden, weights, ends, act, None, None)
+    activation_kernels.activate_grad(grad, hidden, weights, ends, act)
     for activation in (None, act):
         float8_gemm_kernels.quantize(hidden, ends, ep.QuantizedRows(grad, weights[:, None]), weights, activation)
     plain = (bool, int, float, str, type(None))

@@ -229,10 +229,13 @@ def test_copies_that_lie_elsewhere_are_the_experts_behind(counts, device, n, k):
 USUAL = [("swiglu", 256), ("gpt-oss", 80), ("squared_relu", 80)]
 
 
-@pytest.mark.parametrize(
-    "name, width",
-    [*USUAL, *(exhaustive(name, width) for name in FAMILIES for width in (256, 80) if (name, width) not in USUAL)],
-)
+ACTIVATIONS = [
+    *USUAL,
+    *(exhaustive(name, width) for name in FAMILIES for width in (256, 80) if (name, width) not in USUAL),
+]
+
+
+@pytest.mark.parametrize("name, width", ACTIVATIONS)
 def test_the_activation(device, name, width):
     """That of grouped_gemm in float32, quantized."""
     torch.manual_seed(5)
@@ -246,3 +249,29 @@ def test_the_activation(device, name, width):
     half_step = right.abs() / 15.9 + right.abs().max() * 2**-17  # what is tiny is subnormal
     assert ((seen - right).abs() <= half_step).all()
     assert (seen - right).norm() <= 0.03 * right.double().norm()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name, width", [*ACTIVATIONS, exhaustive("swiglu", 1280)])
+def test_the_gradients_of_the_activation(device, name, width, biased):
+    """One kernel has the bits of three: of the gradients, of what quantizes them, and of the activation."""
+    torch.manual_seed(6)
+    counts, act = COUNTS["uneven"], FAMILIES[name]
+    ends, end = ends_of(counts, device), sum(counts)
+    grad, hidden = rows_of(counts, width, device), rows_of(counts, act.pair * width, device).clamp(-8, 8)
+    row_weights = torch.rand(end + ROWS_BEHIND).to(device)
+    grad_out, bias = rows_of(counts, 64, device), torch.randn(len(counts), 64).bfloat16().to(device)
+    inputs = grad, hidden, row_weights, ends, act, *((grad_out, bias) if biased else ())
+    grads, pair = float8_gemm.activate_grad(*inputs, with_activated=True)
+    in_one = act.pair == 1 or width % BLOCK == 0
+    by = grouped_gemm._activation_kernels() if INTERPRETS and in_one else grouped_gemm  # in the interpreter too
+    alone, activated = by.activate_grad(*inputs), by.activate(hidden, row_weights, ends, act)
+    assert alone.activated is None and grads.activated is not None
+    assert grads.rows.dtype == grads.activated.dtype == torch.bfloat16
+    assert torch.equal(grads.rows[:end], alone.rows[:end])
+    assert torch.equal(grads.row_weights, alone.row_weights) and not grads.row_weights[end:].any()
+    assert torch.equal(grads.activated[:end], activated[:end])
+    for seen, right in zip(pair, float8_gemm.quantize_rows(alone.rows, ends)):
+        assert torch.equal(seen[:end].float(), right[:end].float())
+    without, again = float8_gemm.activate_grad(*inputs)
+    assert without.activated is None and torch.equal(again.rows[:end].float(), pair.rows[:end].float())

@@ -64,6 +64,14 @@ NAMED: dict[ActivationName, Activation] = {
 }
 
 
+class ActivationGrads(NamedTuple):
+    """Gradients of `activate`, and what it returned where a backward needs that once more."""
+
+    rows: Tensor  # like hidden
+    row_weights: Tensor  # float32 [num_rows]
+    activated: Tensor | None
+
+
 # Fields that only one function reads, and that function.
 _READ_BY = {"alpha": "silu", "beta": "situ", "linear_beta": "situ"}
 _FLOAT32 = torch.finfo(torch.float32)

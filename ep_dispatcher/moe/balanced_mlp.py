@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
@@ -40,16 +39,16 @@ from ep_dispatcher.engines.base import Engine
 from ep_dispatcher.engines.cuda.streams import SideStream
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.handle import Handle
-from ep_dispatcher.moe import float8_gemm, grouped_gemm
+from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices
 from ep_dispatcher.moe.gradients import clear_unused_rows
 from ep_dispatcher.moe.grouped_mlp import (
     Mlp,
     Parameters,
-    RowGrads,
     SavedForward,
-    activated_rows,
-    dequantized_rows,
+    activation_backward,
+    gemm_inputs,
+    gemms_of,
     make_mlp,
     write_first_grads,
     write_parameter_grads,
@@ -116,16 +115,6 @@ def balanced_mlp(
     return _apply_balanced_mlp(x, topk_weights, buffer, request, handles, mlp, slots, *inputs)
 
 
-def _gemms(mlp: Mlp) -> ModuleType:
-    """Return the module of the GEMMs that these experts need."""
-    return grouped_gemm if mlp.float8 is None else float8_gemm
-
-
-def _gemm_inputs(grad: Tensor, ends: Tensor, mlp: Mlp) -> Tensor | QuantizedRows:
-    """Return gradients of rows as those GEMMs take them."""
-    return grad if mlp.float8 is None else float8_gemm.quantize_rows(grad, ends)
-
-
 class _BalancedMlp(Function):
     @staticmethod
     def forward(
@@ -141,7 +130,7 @@ class _BalancedMlp(Function):
         *tensors: Tensor,
     ) -> Tensor:
         assert request.topk_idx is not None
-        engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), _gemms(mlp)
+        engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), gemms_of(mlp)
         own = own_weights(mlp.parameters, mlp.float8)
         in_slots = weights_in_slots(own, slots)
         pushed = weights_to_push(mlp.parameters, mlp.float8, is_backward=False)
@@ -204,9 +193,10 @@ class _BalancedMlp(Function):
         parameters, buffer = mlp.saved_parameters(tensors), backward_buffer(ctx)
         own = own_weights(parameters, mlp.float8)
         in_slots = weights_in_slots(own, slots)
-        engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), _gemms(mlp)
+        engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), gemms_of(mlp)
         num_own = engine.config.num_own_experts
         ends, num_rows = saved.ends, saved.rows.shape[0]
+        writes_grads = mlp.needs_gradients(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
         with balancer.using_slots(), _CopyStream(engine, grad) as side:
             request = DispatchRequest(
                 grad.contiguous(),
@@ -218,25 +208,19 @@ class _BalancedMlp(Function):
             grad_results = side.collective(engine.dispatch, request).rows
             side.push(balancer, slots, copies, weights_to_push(parameters, mlp.float8, is_backward=True))
             side.barrier(balancer)
-            inputs_of_w2 = _gemm_inputs(grad_results, ends, mlp)
+            inputs_of_w2 = gemm_inputs(grad_results, ends, mlp)
             grad_activated = gemms.linear_grad_rows(inputs_of_w2, own.w2, ends)
             side.main_waits()
             gemms.linear_grad_rows(inputs_of_w2, in_slots.w2, ends, out=grad_activated, first_expert=num_own)
-            grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
-                grad_activated,
-                saved.hidden,
-                saved.row_weights,
-                ends,
-                mlp.activation,
-                grad_results,
-                with_copies(own.b2, in_slots.b2),
+            b2 = with_copies(own.b2, in_slots.b2)
+            row_grads, inputs_of_w1, grad_row_weights = activation_backward(
+                grad_activated, grad_results, saved, mlp, b2, writes_grads
             )
             del inputs_of_w2, grad_activated
 
             used_beside: list[Tensor] = []  # by the side stream, so they live until the main stream has waited for it
 
             def to_tokens() -> Combined:
-                inputs_of_w1 = _gemm_inputs(grad_hidden, ends, mlp)
                 grad_rows = gemms.linear_grad_rows(inputs_of_w1, with_copies(own.w1, in_slots.w1), ends)
                 clear_unused_rows(ends, grad_rows, grad_row_weights)
                 used_beside.append(grad_rows)
@@ -257,12 +241,10 @@ class _BalancedMlp(Function):
 
             def write(out: Parameters, accumulate: bool) -> None:
                 # These serve the gradients in slots, and then those of own experts.
-                rows, activated = dequantized_rows(saved), activated_rows(saved, mlp.activation)
-                row_grads, for_w2 = RowGrads(grad_results, grad_hidden), saved._replace(activated=activated)
-                inputs = [(for_w2._replace(rows=rows, scales=None), row_grads)]
+                inputs = [row_grads._replace(rows=row_grads.dequantized_rows(), scales=None)]
                 slot_grads = gradients_in_slots(parameters, slots)
                 held = copies[buffer.rank]
-                write_parameter_grads(inputs, mlp.activation, slot_grads, False, first_expert=num_own, held=held)
+                write_parameter_grads(inputs, slot_grads, False, first_expert=num_own, held=held)
                 side.follow_main()
                 side.barrier(balancer)  # all ranks have written the gradients in their slots
 
@@ -276,14 +258,13 @@ class _BalancedMlp(Function):
                 # of w2, the smaller one, has nothing beside it.
                 write_first_grads(inputs, out, accumulate)
                 pull(w1=out.w1, b1=out.b1)
-                del rows, inputs  # before gradients of rows need as much memory
+                del inputs  # before gradients of rows need as much memory
                 back.run()
-                write_second_grads([(for_w2, row_grads)], mlp.activation, out, accumulate)
+                write_second_grads([row_grads], out, accumulate)
                 pull(w2=out.w2, b2=out.b2)
                 side.main_waits()
 
-            needs_grad = any(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
-            parameter_grads = mlp.autograd_gradients(write, tensors, needs_grad)
+            parameter_grads = mlp.autograd_gradients(write, tensors, writes_grads)
             combined = back.run()
             side.main_waits()
             grad_x, grad_topk_weights = (None, None) if combined is None else combined

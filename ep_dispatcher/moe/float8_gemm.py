@@ -30,7 +30,7 @@ from torch import Tensor
 from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm, hopper_gemm
-from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.activation import Activation, ActivationGrads
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices, matrix_shape, num_matrices
 from ep_dispatcher.moe.grouped_gemm import rows_by_expert, stack_bias, weighted_bias
 
@@ -181,6 +181,27 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     else:
         _write_rows(grouped_gemm.activate(hidden.float(), row_weights, ends, activation), ends, pair)
     return pair
+
+
+def activate_grad(
+    grad: Tensor,
+    hidden: Tensor,
+    row_weights: Tensor,
+    ends: Tensor,
+    activation: Activation,
+    grad_out: Tensor | None = None,
+    bias: ExpertMatrices | None = None,
+    *,
+    with_activated: bool = False,
+) -> tuple[ActivationGrads, QuantizedRows]:
+    """Return grouped_gemm.activate_grad, and its gradient of rows as quantize_rows quantizes it."""
+    options: dict[str, Any] = dict(with_activated=with_activated)
+    if has_kernels(hidden) and (not activation.gated or grad.shape[1] % BLOCK == 0):
+        pair = _new_pair(hidden, hidden.shape[1])
+        inputs = grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias)
+        return kernels().activate_grad(*inputs, pair=pair, **options), pair
+    grads = grouped_gemm.activate_grad(grad, hidden, row_weights, ends, activation, grad_out, bias, **options)
+    return grads, quantize_rows(grads.rows, ends)
 
 
 def _new_pair(rows: Tensor, columns: int) -> QuantizedRows:

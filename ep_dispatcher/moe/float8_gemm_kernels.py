@@ -13,30 +13,16 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.activation_kernels import activate_grad as activate_grad  # with a pair it quantizes too
 from ep_dispatcher.moe.activation_kernels import activation_value, constants_of, linear_value
 from ep_dispatcher.moe.address_table import address_table
+from ep_dispatcher.moe.block_scales import BLOCK, quantize_blocks, scale_of
 from ep_dispatcher.moe.expert_matrices import ExpertMatrices, QuantizedMatrices
-from ep_dispatcher.moe.grouped_gemm_kernels import BLOCK
 from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, cdiv
 
 TILE_ROWS = 32
 FLAGGED_TILES = 8  # tiles of a program that may have to skip them, so that few programs start only to return
 _DEQUANTIZE = Configuration(dict(TILE_ROWS=TILE_ROWS))
-
-
-@triton.jit
-def _scale_of(amax):
-    """Return the scale of a block with this absolute maximum, and its inverse. The bits are those of float8_gemm.
-
-    The scale is the least power of two, but at least 2^-126, for which amax / scale is at most 448.
-
-    448 is 1.75 * 2^8, so a larger mantissa than 0x600000 carries into the exponent.
-    """
-    bits = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - 0x04000000
-    bits = tl.maximum(bits, 0x00800000)
-    scale = bits.to(tl.float32, bitcast=True)
-    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    return tl.where(amax < float("inf"), scale, amax), inverse
 
 
 def quantize_weights(weights: ExpertMatrices, out: QuantizedMatrices, skip: Tensor | None = None) -> None:
@@ -95,7 +81,7 @@ def _quantize_weights(
         begin = i.to(tl.int64) * BLOCK * k + j * BLOCK
         transposed_begin = j.to(tl.int64) * BLOCK * n + i * BLOCK
         x = tl.load(weight + begin + (row[:, None] * k + column[None, :]), inside, 0).to(tl.float32)
-        scale, inverse = _scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
+        scale, inverse = scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
         x = (x * inverse).to(rows.dtype.element_ty)
         tl.store(rows + begin + (row[:, None] * k + column[None, :]), x, inside)
         tl.store(transposed + transposed_begin + (column[None, :] * n + row[:, None]), x, inside)
@@ -170,9 +156,8 @@ def _quantize(
             up, _ = linear_value(up, FUNCTION, LIMIT, OFFSET, LINEAR_BETA)
             value = value * up
         value = value * tl.load(row_weights + row, inside_m, 0)[:, None]
-    scale, inverse = _scale_of(tl.max(tl.abs(value), 1))
-    to = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(to, (value * inverse[:, None]).to(rows.dtype.element_ty), inside)
+    quantized, scale = quantize_blocks(value, rows.dtype.element_ty)
+    tl.store(rows + row.to(tl.int64)[:, None] * columns + column[None, :], quantized, inside)
     tl.store(scales + row.to(tl.int64) * tl.cdiv(columns, BLOCK) + tl.program_id(1), scale, inside_m)
 
 

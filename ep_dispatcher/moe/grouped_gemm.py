@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ep_dispatcher.moe import activation as activations
 from ep_dispatcher.moe import hopper_gemm
-from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.activation import Activation, ActivationGrads
 from ep_dispatcher.moe.expert_matrices import BiasGradInputs, ExpertMatrices, WeightGradInputs, matrix_shape
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -194,22 +194,26 @@ def activate_grad(
     activation: Activation,
     grad_out: Tensor | None = None,
     bias: ExpertMatrices | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `activate`'s rows, like hidden, and of its row_weights, float32 [num_rows].
+    *,
+    with_activated: bool = False,
+) -> ActivationGrads:
+    """Return the gradients of `activate`'s rows and row_weights.
 
     grad [num_rows, i]. The gradient of row_weights is 0 from ends[-1] on. grad_out, bias: those of the `linear` that
     follows, if its bias is multiplied by row_weights too. Then the gradient from there is added.
+    with_activated: compute the result of `activate` again, with the same bits
     """
     if has_kernels(hidden):
-        gradients = _activation_kernels().activate_grad
-        return gradients(grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias))
+        inputs = grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias)
+        return _activation_kernels().activate_grad(*inputs, with_activated=with_activated)
     grad_rows, grad_weights = activations.activate_grad(grad, hidden, row_weights, activation)
     if bias is not None:
         assert grad_out is not None
         for expert, expert_rows in rows_by_expert(ends):
             grad_weights[expert_rows] += grad_out[expert_rows].float() @ bias[expert].float()
     grad_weights[int(ends[-1]) :] = 0
-    return grad_rows, grad_weights
+    activated = activate(hidden, row_weights, ends, activation) if with_activated else None
+    return ActivationGrads(grad_rows, grad_weights, activated)
 
 
 def _write(out: Tensor, grad: Tensor, accumulate: bool) -> None:

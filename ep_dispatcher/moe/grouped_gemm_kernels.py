@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_dispatcher.moe.address_table import address_table
+from ep_dispatcher.moe.block_scales import BLOCK
 from ep_dispatcher.moe.expert_matrices import (
     LINE_BYTES,
     BiasGradInputs,
@@ -74,7 +75,6 @@ ADDED_TILES = {
     math.inf: Tile(128, 128, 64, 4, 3, down=1024),
 }
 BIAS_ROWS, BIAS_COLUMNS = 64, 64  # that one step sums for the gradient of a bias
-BLOCK: tl.constexpr = tl.constexpr(128)  # float8 entries that share a scale, and that one step of a sum adds
 
 
 def describe_weights(weights: ExpertMatrices, block: list[int]) -> tuple[Matrix, Tensor | None, int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -105,13 +106,17 @@ class Mlp:
         """Return the parameters for a backward: `saved_tensors` if autograd has saved them."""
         return self.parameters.unflatten(saved_tensors) if saved_tensors else self.parameters
 
+    def needs_gradients(self, needs_grad: Sequence[bool]) -> bool:
+        """Return whether gradients of the parameters are wanted. needs_grad: as autograd says of `autograd_inputs`"""
+        return self.take_grads is not None or any(needs_grad[1:])
+
     def autograd_gradients(
-        self, write: WriteGrads, saved_tensors: Sequence[Tensor], needs_grad: bool
+        self, write: WriteGrads, saved_tensors: Sequence[Tensor], needs_gradients: bool
     ) -> Sequence[Tensor | None]:
         """Write the gradients of the parameters, or let take_grads do so. Return those of `autograd_inputs`."""
         if self.take_grads is not None:
             return [self.take_grads(write)]
-        if not needs_grad:
+        if not needs_gradients:
             return [None] * (1 + len(saved_tensors))
         grads = self.saved_parameters(saved_tensors).empty_like()
         write(grads, False)
@@ -204,10 +209,26 @@ class SavedForward(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """Gradients by row in a backward pass, from which those of the parameters are computed."""
+    """What gradients of the parameters are computed from: inputs and gradients of both linear layers, by row."""
 
+    rows: Tensor
+    row_weights: Tensor
+    ends: Tensor
+    activated: Tensor | None  # None: nobody wants gradients of parameters
     grad_out: Tensor
     grad_hidden: Tensor
+    scales: Tensor | None = None  # of float8 rows
+
+    def activated_rows(self) -> Tensor:
+        """Return the inputs of the second GEMM."""
+        assert self.activated is not None
+        return self.activated
+
+    def dequantized_rows(self) -> Tensor:
+        """Return the inputs of the first GEMM."""
+        if self.scales is None:
+            return self.rows
+        return float8_gemm.dequantize_rows((self.rows, self.scales), self.ends)
 
 
 def forward_rows(
@@ -228,37 +249,61 @@ def forward_rows(
 
 
 def backward_rows(
-    grad_out: Tensor, saved: SavedForward, mlp: Mlp, parameters: Parameters, needs_grad_rows: bool
+    grad_out: Tensor,
+    saved: SavedForward,
+    mlp: Mlp,
+    parameters: Parameters,
+    needs_grad_rows: bool,
+    writes_grads: bool,
 ) -> tuple[RowGrads, Tensor | None, Tensor]:
     """Return what `write_parameter_grads` needs, and the gradients of rows and row_weights."""
-    quantized_w1, quantized_w2 = mlp.float8 or (None, None)
-    grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
-        _linear_grad_rows(grad_out, parameters.w2, quantized_w2, saved.ends),
-        saved.hidden,
-        saved.row_weights,
-        saved.ends,
-        mlp.activation,
-        grad_out,
-        parameters.b2,
+    w1, w2 = mlp.float8 or parameters[:2]
+    gemms, ends = gemms_of(mlp), saved.ends
+    grad_activated = gemms.linear_grad_rows(gemm_inputs(grad_out, ends, mlp), w2, ends)
+    row_grads, inputs_of_w1, grad_row_weights = activation_backward(
+        grad_activated, grad_out, saved, mlp, parameters.b2, writes_grads
     )
-    grad_rows = None
-    if needs_grad_rows:
-        grad_rows = _linear_grad_rows(grad_hidden, parameters.w1, quantized_w1, saved.ends)
-    return RowGrads(grad_out, grad_hidden), grad_rows, grad_row_weights
+    grad_rows = gemms.linear_grad_rows(inputs_of_w1, w1, ends) if needs_grad_rows else None
+    return row_grads, grad_rows, grad_row_weights
 
 
-def _linear_grad_rows(
-    grad: Tensor, weights: ExpertMatrices, quantized: QuantizedMatrices | None, ends: Tensor
-) -> Tensor:
-    """Return the gradient of the rows of a linear layer, in float8 if its weights are `quantized`."""
-    if quantized is None:
-        return grouped_gemm.linear_grad_rows(grad, weights, ends)
-    return float8_gemm.linear_grad_rows(float8_gemm.quantize_rows(grad, ends), quantized, ends)
+def gemms_of(mlp: Mlp) -> ModuleType:
+    """Return the module of the GEMMs that these experts need."""
+    return grouped_gemm if mlp.float8 is None else float8_gemm
+
+
+def gemm_inputs(rows: Tensor, ends: Tensor, mlp: Mlp) -> Tensor | QuantizedRows:
+    """Return rows as those GEMMs take them."""
+    return rows if mlp.float8 is None else float8_gemm.quantize_rows(rows, ends)
+
+
+def activation_backward(
+    grad_activated: Tensor,
+    grad_out: Tensor,
+    saved: SavedForward,
+    mlp: Mlp,
+    b2: ExpertMatrices | None,
+    writes_grads: bool,
+) -> tuple[RowGrads, Tensor | QuantizedRows, Tensor]:
+    """Go from the inputs of the second GEMM to the results of the first one.
+
+    Return what `write_parameter_grads` needs if it is called (`writes_grads`), the gradient of the first GEMM's results
+    as gemm_inputs would return it, and that of row_weights.
+    """
+    inputs = grad_activated, saved.hidden, saved.row_weights, saved.ends, mlp.activation, grad_out, b2
+    with_activated = writes_grads and saved.activated is None
+    if mlp.float8 is None:
+        grads = grouped_gemm.activate_grad(*inputs, with_activated=with_activated)
+        inputs_of_w1: Tensor | QuantizedRows = grads.rows
+    else:
+        grads, inputs_of_w1 = float8_gemm.activate_grad(*inputs, with_activated=with_activated)
+    activated = grads.activated if saved.activated is None else saved.activated
+    row_grads = RowGrads(saved.rows, saved.row_weights, saved.ends, activated, grad_out, grads.rows, saved.scales)
+    return row_grads, inputs_of_w1, grads.row_weights
 
 
 def write_parameter_grads(
-    sets: Sequence[tuple[SavedForward, RowGrads]],
-    activation: Activation,
+    sets: Sequence[RowGrads],
     out: Parameters,
     accumulate: bool,
     first_expert: int = 0,
@@ -271,13 +316,12 @@ def write_parameter_grads(
     first_expert, held: as in grouped_gemm.linear_grad_weights
     """
     options: dict[str, Any] = dict(first_expert=first_expert, held=held)
-    write_second_grads(sets, activation, out, accumulate, **options)
+    write_second_grads(sets, out, accumulate, **options)
     write_first_grads(sets, out, accumulate, **options)
 
 
-# In both the lists are not given names: what is computed for one gradient is freed before the next one is computed.
 def write_first_grads(
-    sets: Sequence[tuple[SavedForward, RowGrads]],
+    sets: Sequence[RowGrads],
     out: Parameters,
     accumulate: bool,
     first_expert: int = 0,
@@ -286,20 +330,17 @@ def write_first_grads(
     """Write the gradients of w1 and b1, as write_parameter_grads does."""
     options: dict[str, Any] = dict(accumulate=accumulate, first_expert=first_expert)
     grouped_gemm.linear_grad_weights(
-        [(grads.grad_hidden, dequantized_rows(saved), saved.ends) for saved, grads in sets],
+        [(one.grad_hidden, one.dequantized_rows(), one.ends) for one in sets],
         out.w1,
         held=held,
         **options,
     )
     if out.b1 is not None:
-        grouped_gemm.linear_grad_bias(
-            [(grads.grad_hidden, saved.ends, None) for saved, grads in sets], out.b1, **options
-        )
+        grouped_gemm.linear_grad_bias([(one.grad_hidden, one.ends, None) for one in sets], out.b1, **options)
 
 
 def write_second_grads(
-    sets: Sequence[tuple[SavedForward, RowGrads]],
-    activation: Activation,
+    sets: Sequence[RowGrads],
     out: Parameters,
     accumulate: bool,
     first_expert: int = 0,
@@ -308,29 +349,13 @@ def write_second_grads(
     """Write the gradients of w2 and b2, as write_parameter_grads does."""
     options: dict[str, Any] = dict(accumulate=accumulate, first_expert=first_expert)
     grouped_gemm.linear_grad_weights(
-        [(grads.grad_out, activated_rows(saved, activation), saved.ends) for saved, grads in sets],
+        [(one.grad_out, one.activated_rows(), one.ends) for one in sets],
         out.w2,
         held=held,
         **options,
     )
     if out.b2 is not None:
-        grouped_gemm.linear_grad_bias(
-            [(grads.grad_out, saved.ends, saved.row_weights) for saved, grads in sets], out.b2, **options
-        )
-
-
-def activated_rows(saved: SavedForward, activation: Activation) -> Tensor:
-    """Return the inputs of the second GEMM, computed again unless they were saved."""
-    if saved.activated is not None:
-        return saved.activated
-    return grouped_gemm.activate(saved.hidden, saved.row_weights, saved.ends, activation)
-
-
-def dequantized_rows(saved: SavedForward) -> Tensor:
-    """Return the inputs of the first GEMM."""
-    if saved.scales is None:
-        return saved.rows
-    return float8_gemm.dequantize_rows((saved.rows, saved.scales), saved.ends)
+        grouped_gemm.linear_grad_bias([(one.grad_out, one.ends, one.row_weights) for one in sets], out.b2, **options)
 
 
 # The inputs of _GroupedMlp: mlp and num_sets; for each set rows (or the anchor of float8 rows), row_weights, ends,
@@ -366,20 +391,19 @@ class _GroupedMlp(torch.autograd.Function):
         parameter_tensors = saved_tensors[num_fields * num_sets :]
         mlp: Mlp = ctx.mlp
         parameters = mlp.saved_parameters(parameter_tensors)
-        sets, grad_row_inputs = list[tuple[SavedForward, RowGrads]](), list[Tensor | None]()
+        writes_grads = mlp.needs_gradients(ctx.needs_input_grad[_FIRST_ROW_INPUT + _INPUTS_PER_SET * num_sets :])
+        sets, grad_row_inputs = list[RowGrads](), list[Tensor | None]()
         for i, grad_out in enumerate(grad_results):
             saved = SavedForward(*saved_tensors[num_fields * i : num_fields * (i + 1)])
             needs_grad_rows = ctx.needs_input_grad[_FIRST_ROW_INPUT + _INPUTS_PER_SET * i]
             row_grads, grad_rows, grad_row_weights = backward_rows(
-                grad_out.contiguous(), saved, mlp, parameters, needs_grad_rows
+                grad_out.contiguous(), saved, mlp, parameters, needs_grad_rows, writes_grads
             )
             clear_unused_rows(saved.ends, grad_rows, grad_row_weights)
-            sets.append((saved, row_grads))
+            sets.append(row_grads)
             grad_row_inputs += [grad_rows, grad_row_weights, None, None, None]
-        write = partial(write_parameter_grads, sets, mlp.activation)
-        first_parameter = _FIRST_ROW_INPUT + _INPUTS_PER_SET * num_sets + 1
-        needs_grad_parameters = any(ctx.needs_input_grad[first_parameter:])
-        grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_grad_parameters)
+        write = partial(write_parameter_grads, sets)
+        grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, writes_grads)
         return None, None, *grad_row_inputs, *grad_last_inputs
 
 

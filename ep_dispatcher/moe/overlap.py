@@ -195,7 +195,7 @@ def mlp_in_parts(
     return _apply_in_parts(x, topk_weights, buffer, request, handles, mlp, num_parts, overlap, *inputs)
 
 
-_FIRST_PARAMETER = 9  # among the inputs of _MlpInParts, from x on
+_FIRST_MLP_INPUT = 8  # of _MlpInParts, from x on: those of Mlp.autograd_inputs
 
 
 class _MlpInParts(torch.autograd.Function):
@@ -278,6 +278,7 @@ class _MlpInParts(torch.autograd.Function):
         parameters, buffer = mlp.saved_parameters(parameter_tensors), backward_buffer(ctx)
         plans = [check_saved_plan(*plan) for plan in plans]
         needs_dispatch_backward = _needs_dispatch_backward(ctx)
+        writes_grads = mlp.needs_gradients(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
         # The main stream allocates the gradient of x, because it goes on to use it.
         grad_x = grad.new_empty(grad.shape) if needs_dispatch_backward else None
         grad_topk_weights: list[Any] = [None] * num_parts
@@ -300,7 +301,7 @@ class _MlpInParts(torch.autograd.Function):
                 )
             for i in last_to_first:
                 grad_out = operations.wait(*dispatched[i]).rows
-                grads[i] = backward_rows(grad_out, parts[i], mlp, parameters, needs_dispatch_backward)
+                grads[i] = backward_rows(grad_out, parts[i], mlp, parameters, needs_dispatch_backward, writes_grads)
                 _, grad_rows, grad_row_weights = grads[i]
                 if grad_x is not None:
                     out, (plan, message_rows) = split_tokens(grad_x, num_parts)[i], plans[i]
@@ -315,16 +316,15 @@ class _MlpInParts(torch.autograd.Function):
                     )
                     combined = operations.combine(combine_request)
                     grad_topk_weights[i] = combined.topk_weights
-            sets = [(part, row_grads) for part, (row_grads, *_) in zip(parts, grads)]
+            sets = [row_grads for row_grads, *_ in grads]
             side = operations.side  # `write` may be called later, and must not keep all of `operations` alive
 
             def write(out: Parameters, accumulate: bool) -> None:
-                write_parameter_grads(sets, mlp.activation, out, accumulate)
+                write_parameter_grads(sets, out, accumulate)
                 if side is not None:
                     side.order_memory()
 
-            needs_grad_parameters = any(ctx.needs_input_grad[_FIRST_PARAMETER:])
-            grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_grad_parameters)
+            grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, writes_grads)
             operations.join()
             # After the join, because it reads memory of the side stream.
             grad_weights = torch.cat(grad_topk_weights) if needs_dispatch_backward else None
