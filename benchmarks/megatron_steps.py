@@ -4,7 +4,9 @@
 
 --take makes benchmarks/results/megatron-steps.json of the files of megatron_in_turn.py, one for each part of the table
 and of the chart, and with the name of its model if it has one. Without it both are made of that file again. ``--check``
-writes nothing, and fails where the page is not made of the file.
+writes nothing, and fails where the page is not made of the file. --page and --results name others, for example
+
+    --page benchmarks/results/RUNS.md --results benchmarks/results/megatron-steps-1xH200.json
 
 A job's name is that of its dispatcher, and after a dash what is special about it: alltoall, ep_dispatcher-graphs-fp8.
 Dispatchers are the columns, and the rest makes the rows.
@@ -73,13 +75,15 @@ def steps_of(part: dict[str, Any]) -> dict[str, StepTime]:
 def table_of(parts: list[dict[str, Any]]) -> str:
     """Return the table with its marks."""
     rows, before = [], None
+    measured = {name.partition("-")[0] for part in parts for name in steps_of(part)}
+    sides = [side for side in COLORS if side in measured]
     for part in parts:
         steps, title = steps_of(part), title_of(part)
         for variant in dict.fromkeys(name.partition("-")[2] for name in steps):
             words = ["the same" if title == before else title, *filter(None, variant.split("-"))]
-            rows.append((", ".join(words), *cells(steps, variant)))
+            rows.append((", ".join(words), *cells(steps, sides, variant)))
             before = title
-    return "\n".join([BEGIN, about(parts[0]), "", *harness.table(("job", *COLORS), rows), END])
+    return "\n".join([BEGIN, about(parts[0]), "", *harness.table(("job", *sides), rows), END])
 
 
 def about(part: dict[str, Any]) -> str:
@@ -104,10 +108,10 @@ def title_of(part: dict[str, Any]) -> str:
     )
 
 
-def cells(steps: dict[str, StepTime], variant: str) -> list[str]:
+def cells(steps: dict[str, StepTime], sides: list[str], variant: str) -> list[str]:
     """Return a row's times in milliseconds, and in brackets relative to the base, which may have no such variant."""
-    by_side = {side: steps.get(f"{side}-{variant}" if variant else side) for side in COLORS}
-    base = by_side[BASE] or steps.get(BASE)
+    by_side = {side: steps.get(f"{side}-{variant}" if variant else side) for side in sides}
+    base = by_side.get(BASE) or steps.get(BASE)
     found = []
     for side, step in by_side.items():
         if step is None:
@@ -121,8 +125,8 @@ def cells(steps: dict[str, StepTime], variant: str) -> list[str]:
 
 def draw(parts: list[dict[str, Any]], path: Path) -> None:
     """Draw a panel of bars for each part."""
-    columns = min(len(parts), MOST_PANELS_IN_A_ROW)
-    rows = -(-len(parts) // columns)
+    rows = -(-len(parts) // MOST_PANELS_IN_A_ROW)
+    columns = -(-len(parts) // rows)
     harness.draw(path, (5.6 * columns, 0.6 + 2.6 * rows), partial(_fill, parts, rows, columns))
 
 
