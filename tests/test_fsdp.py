@@ -245,6 +245,31 @@ def test_what_users_of_fsdp2_do(ranks, engine, form):
     ranks.run(in_other_forms, engine, form)
 
 
+def under_a_scaler(rank: int, engine: str, num_replicas: int) -> None:
+    device_of(engine, rank)
+    world, mesh = meshes(engine, num_replicas)
+    with make_buffer(mesh["experts"], torch.float32) as buffer:
+        layer = make_layer(buffer, "swiglu")
+        shard(layer, world, mesh["replicas"], torch.float32)
+        optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), torch.amp.GradScaler(engine, init_scale=4.0)
+        for overflows, scale in ((False, 4.0), (True, 2.0), (False, 2.0)):
+            before = [p.to_local().detach().clone() for p in layer.parameters()]
+            scaler.scale(loss_of(layer(tokens(rank, 0, torch.float32).to(engine)), rank, 0)).backward()
+            if overflows and rank == 1:
+                next(layer.experts.parameters()).grad.to_local().view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            changed = [not torch.equal(p.to_local(), old) for p, old in zip(layer.parameters(), before, strict=True)]
+            assert scaler.get_scale() == scale and changed == [not overflows] * len(changed)
+
+
+@replicas_of
+def test_a_step_that_overflows_in_experts_of_one_rank_is_skipped_on_all(ranks, engine, num_replicas):
+    """A GradScaler looks at the gradients of its rank, but at those of DTensors on all."""
+    ranks.run(under_a_scaler, engine, num_replicas)
+
+
 def under_ddp(rank: int, engine: str, num_replicas: int, dtype: torch.dtype) -> None:
     device_of(engine, rank)
     _, mesh = meshes(engine, num_replicas)
