@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from float8_experts import by_triton
 
-from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels
+from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels, weight_grad_kernels
 from ep_dispatcher.tools.benchmark.harness import make_parser, median_times, on_device, on_host
 
 DEVICE = "cuda"
-MULTIPLY_TILES = ("TRANSPOSED_TILE", "TILE", "SMALL_TILE")
-OUTER_TILES = ("STORED_TILES", "ADDED_TILES")
+MULTIPLY_TILES = grouped_gemm_kernels, ("TRANSPOSED_TILE", "TILE", "SMALL_TILE")  # a module and its constants
+OUTER_TILES = weight_grad_kernels, ("STORED_TILES", "ADDED_TILES")
 BAR = 0.85  # the least part of grouped_mm's throughput
 Sides = dict[str, Callable[[], object]]
 
@@ -130,21 +131,22 @@ def operations(case: Case, tiles: list) -> Iterator[tuple[str, Sides]]:
         "grad of W, +=": (lambda: grad_weights(sums, True), lambda: sums.add_(grad_w()), None, 0),  # as main_grad is
     }
     for name, (ours, theirs, dense, allowed) in calls.items():
-        names = OUTER_TILES if "W" in name else MULTIPLY_TILES
+        of_kernel = OUTER_TILES if "W" in name else MULTIPLY_TILES
         sides = {"ours": ours, "Triton": partial(by_triton, ours), "grouped_mm": theirs}
         if dense is not None:
             torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=allowed)
             sides |= {"dense": partial(dense, every), "one expert": partial(dense, some)}
-        yield name, sides | {"x".join(map(str, tile)): partial(with_tile, tile, names, ours) for tile in tiles}
+        yield name, sides | {"x".join(map(str, tile)): partial(with_tile, tile, of_kernel, ours) for tile in tiles}
 
 
-def with_tile(tile: tuple, names: tuple[str, ...], call: Callable[[], object]) -> None:
-    usual = {name: getattr(grouped_gemm_kernels, name) for name in names}
-    vars(grouped_gemm_kernels).update(dict.fromkeys(names, tile if names == MULTIPLY_TILES else {math.inf: tile}))
+def with_tile(tile: tuple, of_kernel: tuple[ModuleType, tuple[str, ...]], call: Callable[[], object]) -> None:
+    module, names = of_kernel
+    usual = {name: getattr(module, name) for name in names}
+    vars(module).update(dict.fromkeys(names, {math.inf: tile} if of_kernel is OUTER_TILES else tile))
     try:
         by_triton(call)
     finally:  # a tile may not fit
-        vars(grouped_gemm_kernels).update(usual)
+        vars(module).update(usual)
 
 
 def time_sides(sides: Sides, rounds: int) -> dict[str, float]:

@@ -97,8 +97,9 @@ def test_a_run_on_gpus(tmp_path):
 def gemm(monkeypatch):
     """The benchmark on the CPU, without Triton. Its own name is also that of a module of the package."""
     kernels = SimpleNamespace(Tile=lambda *sizes: sizes)
-    monkeypatch.setitem(sys.modules, "ep_dispatcher.moe.grouped_gemm_kernels", kernels)
-    monkeypatch.setattr("ep_dispatcher.moe.grouped_gemm_kernels", kernels, raising=False)
+    for name in ("grouped_gemm_kernels", "weight_grad_kernels"):
+        monkeypatch.setitem(sys.modules, f"ep_dispatcher.moe.{name}", kernels)
+        monkeypatch.setattr(f"ep_dispatcher.moe.{name}", kernels, raising=False)
     monkeypatch.delitem(sys.modules, "grouped_gemm", raising=False)
     import grouped_gemm
 

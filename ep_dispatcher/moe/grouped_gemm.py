@@ -10,10 +10,10 @@
 stays on the device, so the host waits for nothing. Rows at or after ends[-1] are neither read nor written. GEMMs
 accumulate in float32 and round once. Weights are one matrix per expert, and are read where they lie, without a copy.
 
-On a GPU these are Triton kernels (`grouped_gemm_kernels`, `activation_kernels`) for bfloat16 and float16, and for GEMMs
-compiled ones where those are faster (`hopper_gemm`). Otherwise they are loops over experts. What uses them is in three
-files: grouped_mlp.py has the two GEMMs of an expert as one node of autograd, float8_gemm.py has GEMMs of
-float8 operands, and pytorch_experts.py does without any of this, in PyTorch's operators.
+On a GPU these are Triton kernels (`grouped_gemm_kernels`, `weight_grad_kernels`, `activation_kernels`) for bfloat16 and
+float16, and for GEMMs compiled ones where those are faster (`hopper_gemm`). Otherwise they are loops over experts. What
+uses them is in three files: grouped_mlp.py has the two GEMMs of an expert as one node of autograd, float8_gemm.py has
+GEMMs of float8 operands, and pytorch_experts.py does without any of this, in PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def linear_grad_weights(
     if has_kernels(first_rows):
         is_usual = not first_expert and held is None
         if not is_usual or not hopper_gemm.write_weight_grads(sets, out, accumulate):
-            kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
+            _gradient_kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
         return
     expert_grads: list[list[Tensor]] = [[] for _ in out]  # for each expert, the parts of all sets
     expert_inputs: list[list[Tensor]] = [[] for _ in out]
@@ -163,7 +163,7 @@ def linear_grad_bias(
     """
     first_grad, _, _ = sets[0]
     if has_kernels(first_grad):
-        kernels().bias_grads(sets, out, accumulate=accumulate, first_expert=first_expert)
+        _gradient_kernels().bias_grads(sets, out, accumulate=accumulate, first_expert=first_expert)
         return
     sums = torch.zeros(len(out), out[0].shape[0], dtype=torch.float32, device=out[0].device)
     for grad, ends, row_weights in sets:
@@ -238,6 +238,14 @@ def kernels():
     from ep_dispatcher.moe import grouped_gemm_kernels
 
     return grouped_gemm_kernels
+
+
+@functools.cache
+def _gradient_kernels():
+    """Return the module of the Triton kernels of gradients of weights and biases, likewise."""
+    from ep_dispatcher.moe import weight_grad_kernels
+
+    return weight_grad_kernels
 
 
 @functools.cache
