@@ -1,11 +1,14 @@
 """grouped_mlp: results and gradients of one expert after the other, and gradients that go elsewhere."""
 
+import weakref
+
 import pytest
 import torch
 from lib.errors import assert_refused
 from lib.grouped_mlp import BEHIND, ends_of, exact_layer, loss, operands
 from torch.utils.checkpoint import checkpoint
 
+from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 
@@ -65,6 +68,42 @@ def test_gradients_of_weights_go_where_take_grads_writes_them(device, grad_dtype
         for got, right_one in zip(outs, exact):
             torch.testing.assert_close(torch.stack(got).double(), right_one * (1 + accumulate), rtol=3e-2, atol=6e-2)
     torch.testing.assert_close(rows.grad[:INSIDE].double(), grad_rows, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_backward_frees_what_nobody_needs_next(device, monkeypatch, keeps, is_late):
+    """Gradients of rows, and the rows of the first GEMM in float8, take more memory than anything before them."""
+    results, alive, later = [], {}, []
+
+    def noting(name: str):
+        usual = getattr(grouped_gemm, name)
+
+        def call(*given, **options):
+            alive.setdefault(name, []).append([reference() is not None for reference in results])
+            result = usual(*given, **options)
+            tensor = result.activated if name == "activate_grad" else result
+            if tensor is not None:
+                results.append(weakref.ref(tensor))
+            return result
+
+        monkeypatch.setattr(grouped_gemm, name, call)
+
+    given, _ = make_inputs(device)
+    *_, w1, w2 = given
+    outs = Parameters(*([torch.zeros_like(w) for w in of] for of in (w1, w2)))
+    take = later.append if is_late else lambda write: write(outs, False)
+    out = loss(run(*given, keep_activated=keeps, take_grads=take), COUNTS)
+    for name in ("linear_grad_rows", "activate_grad", "linear_grad_weights"):
+        noting(name)
+    out.backward()
+    for write in later:
+        write(outs, False)
+    gradient_of_activated, activated_again = [False], [] if keeps else [True]
+    assert alive["linear_grad_rows"] == [[], gradient_of_activated + activated_again]
+    of_w2, of_w1 = alive["linear_grad_weights"]
+    assert of_w2[: 1 + len(activated_again)] == gradient_of_activated + activated_again
+    assert not any(of_w1[: 1 + len(activated_again)])
 
 
 @pytest.mark.parametrize("is_anchored", [False, True])

@@ -48,7 +48,7 @@ def by_both(monkeypatch, call) -> tuple[Tensor, Tensor]:
         monkeypatch.setattr(hopper_gemm, few_rows, 0)
     with monkeypatch.context() as triton_fails:
         triton_fails.setattr(grouped_gemm.kernels(), "multiply", None)
-        triton_fails.setattr(grouped_gemm._gradient_kernels(), "outer_products", None)
+        triton_fails.setattr(grouped_gemm.gradient_kernels(), "outer_products", None)
         compiled = call()
     with monkeypatch.context() as on_others:
         on_others.setattr(hopper_gemm, "num_sms", lambda device: 0)

@@ -196,7 +196,7 @@ class _BalancedMlp(Function):
         engine, balancer, gemms = buffer.live_engine(), buffer.balancer(), gemms_of(mlp)
         num_own = engine.config.num_own_experts
         ends, num_rows = saved.ends, saved.rows.shape[0]
-        writes_grads = mlp.needs_gradients(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
+        needs_parameter_grads = mlp.needs_parameter_grads(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
         with balancer.using_slots(), _CopyStream(engine, grad) as side:
             request = DispatchRequest(
                 grad.contiguous(),
@@ -213,15 +213,17 @@ class _BalancedMlp(Function):
             side.main_waits()
             gemms.linear_grad_rows(inputs_of_w2, in_slots.w2, ends, out=grad_activated, first_expert=num_own)
             b2 = with_copies(own.b2, in_slots.b2)
-            row_grads, inputs_of_w1, grad_row_weights = activation_backward(
-                grad_activated, grad_results, saved, mlp, b2, writes_grads
+            needs_grad_rows = any(ctx.needs_input_grad[:2])
+            grad_inputs, grad_hidden, grad_row_weights = activation_backward(
+                grad_activated, grad_results, saved, mlp, b2, needs_grad_rows, needs_parameter_grads
             )
-            del inputs_of_w2, grad_activated
+            inputs_of_w1 = [grad_hidden]  # freed once they are used
+            del inputs_of_w2, grad_activated, grad_hidden
 
             used_beside: list[Tensor] = []  # by the side stream, so they live until the main stream has waited for it
 
             def to_tokens() -> Combined:
-                grad_rows = gemms.linear_grad_rows(inputs_of_w1, with_copies(own.w1, in_slots.w1), ends)
+                grad_rows = gemms.linear_grad_rows(inputs_of_w1.pop(), with_copies(own.w1, in_slots.w1), ends)
                 clear_unused_rows(ends, grad_rows, grad_row_weights)
                 used_beside.append(grad_rows)
                 sums = CombineRequest(
@@ -237,11 +239,11 @@ class _BalancedMlp(Function):
                 with side.current():
                     return side.collective(engine.combine, sums)
 
-            back = _Once(to_tokens if any(ctx.needs_input_grad[:2]) else None)
+            back = _Once(to_tokens if needs_grad_rows else None)
 
             def write(out: Parameters, accumulate: bool) -> None:
-                # These serve the gradients in slots, and then those of own experts.
-                inputs = [row_grads._replace(rows=row_grads.dequantized_rows(), scales=None)]
+                # They serve the gradients in slots, and then those of own experts.
+                inputs = [replace(grad_inputs, rows=grad_inputs.dequantized_rows(), scales=None)]
                 slot_grads = gradients_in_slots(parameters, slots)
                 held = copies[buffer.rank]
                 write_parameter_grads(inputs, slot_grads, False, first_expert=num_own, held=held)
@@ -260,11 +262,11 @@ class _BalancedMlp(Function):
                 pull(w1=out.w1, b1=out.b1)
                 del inputs  # before gradients of rows need as much memory
                 back.run()
-                write_second_grads([row_grads], out, accumulate)
+                write_second_grads([grad_inputs], out, accumulate)
                 pull(w2=out.w2, b2=out.b2)
                 side.main_waits()
 
-            parameter_grads = mlp.autograd_gradients(write, tensors, writes_grads)
+            parameter_grads = mlp.autograd_gradients(write, tensors, needs_parameter_grads)
             combined = back.run()
             side.main_waits()
             grad_x, grad_topk_weights = (None, None) if combined is None else combined

@@ -195,12 +195,11 @@ def activate_grad(
     with_activated: bool = False,
 ) -> tuple[ActivationGrads, QuantizedRows]:
     """Return grouped_gemm.activate_grad, and its gradient of rows as quantize_rows quantizes it."""
-    options: dict[str, Any] = dict(with_activated=with_activated)
+    inputs = grad, hidden, row_weights, ends, activation, grad_out
     if has_kernels(hidden) and (not activation.gated or grad.shape[1] % BLOCK == 0):
-        pair = _new_pair(hidden, hidden.shape[1])
-        inputs = grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias)
-        return kernels().activate_grad(*inputs, pair=pair, **options), pair
-    grads = grouped_gemm.activate_grad(grad, hidden, row_weights, ends, activation, grad_out, bias, **options)
+        pair, in_one = _new_pair(hidden, hidden.shape[1]), grouped_gemm.activation_kernels().activate_grad
+        return in_one(*inputs, stack_bias(bias), with_activated=with_activated, quantized=pair), pair
+    grads = grouped_gemm.activate_grad(*inputs, bias, with_activated=with_activated)
     return grads, quantize_rows(grads.rows, ends)
 
 

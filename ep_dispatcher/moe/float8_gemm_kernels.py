@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ep_dispatcher.float8 import QuantizedRows
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.activation_kernels import activate_grad as activate_grad  # with a pair it quantizes too
 from ep_dispatcher.moe.activation_kernels import activation_value, constants_of, linear_value
 from ep_dispatcher.moe.address_table import address_table
 from ep_dispatcher.moe.block_scales import BLOCK, quantize_blocks, scale_of

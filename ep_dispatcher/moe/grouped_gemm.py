@@ -137,7 +137,7 @@ def linear_grad_weights(
     if has_kernels(first_rows):
         is_usual = not first_expert and held is None
         if not is_usual or not hopper_gemm.write_weight_grads(sets, out, accumulate):
-            _gradient_kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
+            gradient_kernels().outer_products(sets, out, accumulate=accumulate, first_expert=first_expert, held=held)
         return
     expert_grads: list[list[Tensor]] = [[] for _ in out]  # for each expert, the parts of all sets
     expert_inputs: list[list[Tensor]] = [[] for _ in out]
@@ -163,7 +163,7 @@ def linear_grad_bias(
     """
     first_grad, _, _ = sets[0]
     if has_kernels(first_grad):
-        _gradient_kernels().bias_grads(sets, out, accumulate=accumulate, first_expert=first_expert)
+        gradient_kernels().bias_grads(sets, out, accumulate=accumulate, first_expert=first_expert)
         return
     sums = torch.zeros(len(out), out[0].shape[0], dtype=torch.float32, device=out[0].device)
     for grad, ends, row_weights in sets:
@@ -182,7 +182,7 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     row_weights float32 [num_rows]. Computed in float32, rounded once.
     """
     if has_kernels(hidden):
-        return _activation_kernels().activate(hidden, row_weights, ends, activation)
+        return activation_kernels().activate(hidden, row_weights, ends, activation)
     return activations.activate(hidden, row_weights, activation)
 
 
@@ -205,7 +205,7 @@ def activate_grad(
     """
     if has_kernels(hidden):
         inputs = grad, hidden, row_weights, ends, activation, grad_out, stack_bias(bias)
-        return _activation_kernels().activate_grad(*inputs, with_activated=with_activated)
+        return activation_kernels().activate_grad(*inputs, with_activated=with_activated)
     grad_rows, grad_weights = activations.activate_grad(grad, hidden, row_weights, activation)
     if bias is not None:
         assert grad_out is not None
@@ -241,7 +241,7 @@ def kernels():
 
 
 @functools.cache
-def _gradient_kernels():
+def gradient_kernels():
     """Return the module of the Triton kernels of gradients of weights and biases, likewise."""
     from ep_dispatcher.moe import weight_grad_kernels
 
@@ -249,7 +249,7 @@ def _gradient_kernels():
 
 
 @functools.cache
-def _activation_kernels():
+def activation_kernels():
     """Return the module of the Triton kernels of activations, likewise."""
     from ep_dispatcher.moe import activation_kernels
 

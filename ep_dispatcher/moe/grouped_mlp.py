@@ -106,17 +106,17 @@ class Mlp:
         """Return the parameters for a backward: `saved_tensors` if autograd has saved them."""
         return self.parameters.unflatten(saved_tensors) if saved_tensors else self.parameters
 
-    def needs_gradients(self, needs_grad: Sequence[bool]) -> bool:
+    def needs_parameter_grads(self, needs_grad: Sequence[bool]) -> bool:
         """Return whether gradients of the parameters are wanted. needs_grad: as autograd says of `autograd_inputs`"""
         return self.take_grads is not None or any(needs_grad[1:])
 
     def autograd_gradients(
-        self, write: WriteGrads, saved_tensors: Sequence[Tensor], needs_gradients: bool
+        self, write: WriteGrads, saved_tensors: Sequence[Tensor], needs_parameter_grads: bool
     ) -> Sequence[Tensor | None]:
         """Write the gradients of the parameters, or let take_grads do so. Return those of `autograd_inputs`."""
         if self.take_grads is not None:
             return [self.take_grads(write)]
-        if not needs_gradients:
+        if not needs_parameter_grads:
             return [None] * (1 + len(saved_tensors))
         grads = self.saved_parameters(saved_tensors).empty_like()
         write(grads, False)
@@ -143,7 +143,7 @@ def grouped_mlp(
     options         fields of Mlp:
     activation      default: SWIGLU
     keep_activated  False: the backward computes the activation again, so num_rows * intermediate fewer values are kept
-    take_grads      called once in every backward with write(out, accumulate). It calls `write` then or later, on
+    take_grads      called once in every backward with write(out, accumulate). It calls `write` once, then or later, on
                     tensors of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of the
                     parameters, and runs nothing for each of them. None: autograd handles their gradients
     anchor          a tensor that autograd sees instead of the parameters: its gradient is what take_grads returns
@@ -208,21 +208,23 @@ class SavedForward(NamedTuple):
     scales: Tensor | None = None  # of float8 rows
 
 
-class RowGrads(NamedTuple):
+@dataclass(eq=False)
+class GradInputs:
     """What gradients of the parameters are computed from: inputs and gradients of both linear layers, by row."""
 
     rows: Tensor
     row_weights: Tensor
     ends: Tensor
-    activated: Tensor | None  # None: nobody wants gradients of parameters
+    activated: Tensor | None
     grad_out: Tensor
     grad_hidden: Tensor
     scales: Tensor | None = None  # of float8 rows
 
-    def activated_rows(self) -> Tensor:
-        """Return the inputs of the second GEMM."""
-        assert self.activated is not None
-        return self.activated
+    def take_activated(self) -> Tensor:
+        """Return the inputs of the second GEMM, and keep them no longer: rows may need as much memory next."""
+        activated, self.activated = self.activated, None
+        assert activated is not None
+        return activated
 
     def dequantized_rows(self) -> Tensor:
         """Return the inputs of the first GEMM."""
@@ -254,17 +256,18 @@ def backward_rows(
     mlp: Mlp,
     parameters: Parameters,
     needs_grad_rows: bool,
-    writes_grads: bool,
-) -> tuple[RowGrads, Tensor | None, Tensor]:
+    needs_parameter_grads: bool,
+) -> tuple[GradInputs, Tensor | None, Tensor]:
     """Return what `write_parameter_grads` needs, and the gradients of rows and row_weights."""
     w1, w2 = mlp.float8 or parameters[:2]
     gemms, ends = gemms_of(mlp), saved.ends
     grad_activated = gemms.linear_grad_rows(gemm_inputs(grad_out, ends, mlp), w2, ends)
-    row_grads, inputs_of_w1, grad_row_weights = activation_backward(
-        grad_activated, grad_out, saved, mlp, parameters.b2, writes_grads
+    grad_inputs, grad_hidden, grad_row_weights = activation_backward(
+        grad_activated, grad_out, saved, mlp, parameters.b2, needs_grad_rows, needs_parameter_grads
     )
-    grad_rows = gemms.linear_grad_rows(inputs_of_w1, w1, ends) if needs_grad_rows else None
-    return row_grads, grad_rows, grad_row_weights
+    del grad_activated  # before gradients of rows need more memory
+    grad_rows = gemms.linear_grad_rows(grad_hidden, w1, ends) if needs_grad_rows else None
+    return grad_inputs, grad_rows, grad_row_weights
 
 
 def gemms_of(mlp: Mlp) -> ModuleType:
@@ -283,33 +286,34 @@ def activation_backward(
     saved: SavedForward,
     mlp: Mlp,
     b2: ExpertMatrices | None,
-    writes_grads: bool,
-) -> tuple[RowGrads, Tensor | QuantizedRows, Tensor]:
+    needs_grad_rows: bool,
+    needs_parameter_grads: bool,
+) -> tuple[GradInputs, Tensor | QuantizedRows, Tensor]:
     """Go from the inputs of the second GEMM to the results of the first one.
 
-    Return what `write_parameter_grads` needs if it is called (`writes_grads`), the gradient of the first GEMM's results
-    as gemm_inputs would return it, and that of row_weights.
+    Return what `write_parameter_grads` needs, the gradient of the first GEMM's results as the GEMM takes it that gives
+    gradients of rows, and the gradient of row_weights.
     """
     inputs = grad_activated, saved.hidden, saved.row_weights, saved.ends, mlp.activation, grad_out, b2
-    with_activated = writes_grads and saved.activated is None
-    if mlp.float8 is None:
+    with_activated = needs_parameter_grads and saved.activated is None
+    if mlp.float8 is None or not needs_grad_rows:
         grads = grouped_gemm.activate_grad(*inputs, with_activated=with_activated)
-        inputs_of_w1: Tensor | QuantizedRows = grads.rows
+        grad_hidden: Tensor | QuantizedRows = grads.rows
     else:
-        grads, inputs_of_w1 = float8_gemm.activate_grad(*inputs, with_activated=with_activated)
+        grads, grad_hidden = float8_gemm.activate_grad(*inputs, with_activated=with_activated)
     activated = grads.activated if saved.activated is None else saved.activated
-    row_grads = RowGrads(saved.rows, saved.row_weights, saved.ends, activated, grad_out, grads.rows, saved.scales)
-    return row_grads, inputs_of_w1, grads.row_weights
+    grad_inputs = GradInputs(saved.rows, saved.row_weights, saved.ends, activated, grad_out, grads.rows, saved.scales)
+    return grad_inputs, grad_hidden, grads.row_weights
 
 
 def write_parameter_grads(
-    sets: Sequence[RowGrads],
+    sets: Sequence[GradInputs],
     out: Parameters,
     accumulate: bool,
     first_expert: int = 0,
     held: Tensor | None = None,
 ) -> None:
-    """Write the gradients of the parameters into `out`, or add them to what it holds.
+    """Write the gradients of the parameters into `out`, or add them to what it holds. `sets` serve for one call.
 
     They are sums over the rows of one or two sets.
 
@@ -320,8 +324,9 @@ def write_parameter_grads(
     write_first_grads(sets, out, accumulate, **options)
 
 
+# In both the lists are not given names: what is computed for one gradient is freed before the next one is computed.
 def write_first_grads(
-    sets: Sequence[RowGrads],
+    sets: Sequence[GradInputs],
     out: Parameters,
     accumulate: bool,
     first_expert: int = 0,
@@ -340,7 +345,7 @@ def write_first_grads(
 
 
 def write_second_grads(
-    sets: Sequence[RowGrads],
+    sets: Sequence[GradInputs],
     out: Parameters,
     accumulate: bool,
     first_expert: int = 0,
@@ -349,7 +354,7 @@ def write_second_grads(
     """Write the gradients of w2 and b2, as write_parameter_grads does."""
     options: dict[str, Any] = dict(accumulate=accumulate, first_expert=first_expert)
     grouped_gemm.linear_grad_weights(
-        [(one.grad_out, one.activated_rows(), one.ends) for one in sets],
+        [(one.grad_out, one.take_activated(), one.ends) for one in sets],
         out.w2,
         held=held,
         **options,
@@ -391,19 +396,20 @@ class _GroupedMlp(torch.autograd.Function):
         parameter_tensors = saved_tensors[num_fields * num_sets :]
         mlp: Mlp = ctx.mlp
         parameters = mlp.saved_parameters(parameter_tensors)
-        writes_grads = mlp.needs_gradients(ctx.needs_input_grad[_FIRST_ROW_INPUT + _INPUTS_PER_SET * num_sets :])
-        sets, grad_row_inputs = list[RowGrads](), list[Tensor | None]()
+        first_mlp_input = _FIRST_ROW_INPUT + _INPUTS_PER_SET * num_sets
+        needs_parameter_grads = mlp.needs_parameter_grads(ctx.needs_input_grad[first_mlp_input:])
+        sets, grad_row_inputs = list[GradInputs](), list[Tensor | None]()
         for i, grad_out in enumerate(grad_results):
             saved = SavedForward(*saved_tensors[num_fields * i : num_fields * (i + 1)])
             needs_grad_rows = ctx.needs_input_grad[_FIRST_ROW_INPUT + _INPUTS_PER_SET * i]
-            row_grads, grad_rows, grad_row_weights = backward_rows(
-                grad_out.contiguous(), saved, mlp, parameters, needs_grad_rows, writes_grads
+            grad_inputs, grad_rows, grad_row_weights = backward_rows(
+                grad_out.contiguous(), saved, mlp, parameters, needs_grad_rows, needs_parameter_grads
             )
             clear_unused_rows(saved.ends, grad_rows, grad_row_weights)
-            sets.append(row_grads)
+            sets.append(grad_inputs)
             grad_row_inputs += [grad_rows, grad_row_weights, None, None, None]
         write = partial(write_parameter_grads, sets)
-        grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, writes_grads)
+        grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_parameter_grads)
         return None, None, *grad_row_inputs, *grad_last_inputs
 
 

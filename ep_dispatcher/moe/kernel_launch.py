@@ -111,7 +111,7 @@ class Launcher:
         """Launch it, and keep what Triton has compiled."""
         checked = [one.checked() if type(one) is Matrix else one for one in arguments]
         kernel = self._kernel[grid](*checked, **configuration.constants, **configuration.options)
-        if self._is_compiled:
+        if self._is_compiled and kernel is not None:  # a hook of Triton may keep it from being compiled
             names = self._kernel.arg_names[len(arguments) :]
             constants = [configuration.constants[name] for name in names]
             self._compiled[key] = _Compiled(kernel, constants, DirectLaunch.of(kernel, [*arguments, *constants]))

@@ -278,7 +278,7 @@ class _MlpInParts(torch.autograd.Function):
         parameters, buffer = mlp.saved_parameters(parameter_tensors), backward_buffer(ctx)
         plans = [check_saved_plan(*plan) for plan in plans]
         needs_dispatch_backward = _needs_dispatch_backward(ctx)
-        writes_grads = mlp.needs_gradients(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
+        needs_parameter_grads = mlp.needs_parameter_grads(ctx.needs_input_grad[_FIRST_MLP_INPUT:])
         # The main stream allocates the gradient of x, because it goes on to use it.
         grad_x = grad.new_empty(grad.shape) if needs_dispatch_backward else None
         grad_topk_weights: list[Any] = [None] * num_parts
@@ -301,7 +301,8 @@ class _MlpInParts(torch.autograd.Function):
                 )
             for i in last_to_first:
                 grad_out = operations.wait(*dispatched[i]).rows
-                grads[i] = backward_rows(grad_out, parts[i], mlp, parameters, needs_dispatch_backward, writes_grads)
+                needs = needs_dispatch_backward, needs_parameter_grads
+                grads[i] = backward_rows(grad_out, parts[i], mlp, parameters, *needs)
                 _, grad_rows, grad_row_weights = grads[i]
                 if grad_x is not None:
                     out, (plan, message_rows) = split_tokens(grad_x, num_parts)[i], plans[i]
@@ -316,7 +317,7 @@ class _MlpInParts(torch.autograd.Function):
                     )
                     combined = operations.combine(combine_request)
                     grad_topk_weights[i] = combined.topk_weights
-            sets = [row_grads for row_grads, *_ in grads]
+            sets = [grad_inputs for grad_inputs, *_ in grads]
             side = operations.side  # `write` may be called later, and must not keep all of `operations` alive
 
             def write(out: Parameters, accumulate: bool) -> None:
@@ -324,7 +325,7 @@ class _MlpInParts(torch.autograd.Function):
                 if side is not None:
                     side.order_memory()
 
-            grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, writes_grads)
+            grad_last_inputs = mlp.autograd_gradients(write, parameter_tensors, needs_parameter_grads)
             operations.join()
             # After the join, because it reads memory of the side stream.
             grad_weights = torch.cat(grad_topk_weights) if needs_dispatch_backward else None
