@@ -16,7 +16,7 @@ from ep_dispatcher.moe.block_scales import BLOCK, quantize_blocks
 from ep_dispatcher.moe.kernel_launch import Configuration, Launcher, next_power_of_2
 
 # Columns that a step computes, and warps of a program. On an H200 gradients and what is quantized with them take 0.94
-# of the time of 1024 columns and 4 warps if rows have 768 or 1536, and 1.03 with 2048; gradients alone 0.96 to 1.03.
+# of the time of 1024 columns and 4 warps if rows have 768 or 1536, and 1.03 with 2048; gradients alone 0.96 to 1.05.
 STEP, WARPS = 1024, 4
 GRAD_STEP, GRAD_WARPS = 512, 2
 
