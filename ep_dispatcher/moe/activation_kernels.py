@@ -31,6 +31,11 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     return out
 
 
+def can_quantize(activation: Activation, columns: int) -> bool:
+    """Return whether activate_grad can quantize: with a gate no block may lie in both halves of a row."""
+    return not activation.gated or columns % BLOCK.value == 0
+
+
 def activate_grad(
     grad: Tensor,
     hidden: Tensor,
@@ -46,11 +51,9 @@ def activate_grad(
     """Compute grouped_gemm.activate_grad.
 
     with_activated   as there
-    quantized        gets the gradient of rows, quantized from what is rounded. With a gate each half of a row must
-                     have a multiple of 128 columns
+    quantized        gets the gradient of rows, quantized from what is rounded; only where can_quantize returns True
     """
-    has_whole_blocks = not activation.gated or grad.shape[1] % BLOCK.value == 0
-    assert quantized is None or has_whole_blocks, "a block would lie in both halves"
+    assert quantized is None or can_quantize(activation, grad.shape[1])
     grads = ActivationGrads(
         torch.empty_like(hidden), torch.empty_like(row_weights), torch.empty_like(grad) if with_activated else None
     )

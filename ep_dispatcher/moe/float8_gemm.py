@@ -196,7 +196,7 @@ def activate_grad(
 ) -> tuple[ActivationGrads, QuantizedRows]:
     """Return grouped_gemm.activate_grad, and its gradient of rows as quantize_rows quantizes it."""
     inputs = grad, hidden, row_weights, ends, activation, grad_out
-    if has_kernels(hidden) and (not activation.gated or grad.shape[1] % BLOCK == 0):
+    if has_kernels(hidden) and grouped_gemm.activation_kernels().can_quantize(activation, grad.shape[1]):
         pair, in_one = _new_pair(hidden, hidden.shape[1]), grouped_gemm.activation_kernels().activate_grad
         return in_one(*inputs, stack_bias(bias), with_activated=with_activated, quantized=pair), pair
     grads = grouped_gemm.activate_grad(*inputs, bias, with_activated=with_activated)
